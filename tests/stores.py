@@ -97,6 +97,8 @@ class Proxy:
         """Bytes of the answers, by the path of the object."""
         self.num_moved: Counter[str] = Counter()
         """Bytes that the link has moved, `up` to the store and `down`."""
+        self.sent: list[tuple[str, int]] = []
+        """Path and bytes of each content that arrived whole."""
         self.num_open = 0
         """Requests that are not answered yet."""
         self._counting = threading.Lock()
@@ -167,6 +169,8 @@ class Proxy:
             return
         method = request.command
         path = request.path
+        if body:
+            self.sent.append((path, num_bytes))
         if path.startswith(f"/{NAMESPACE}/"):
             # Hugging Face's gateway answers a GET with the place of the content, on another host, which takes no key.
             path = path.removeprefix(f"/{NAMESPACE}")

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "memory.py --rows 300 --out {out}",
     "resume.py --rows 20000 --parts 20 --repeat 1 --out {out}",
     "scale.py --replicas 4 --rows 20000 --start-s 1 --out {out}",
-    "loss.py --kills 1 --rows 200000 --out {out}",
     "house.py",
     "run.py top20 --estimate",
     "run.py small-top20 --shape tiny --rows 40 --rivals '' --scripted 0.01 --out {out}",

@@ -43,10 +43,7 @@ NOT_RUN = {
     ("docs/install.md", "apptainer build"): "needs Apptainer",
     ("docs/install.md", "python -m pip list"): "changes the environment; tests/test_install.py checks the options",
     ("docs/install.md", "python -m pip install"): "changes the environment; tests/test_install.py checks the options",
-    ("docs/reliability.md", "python benchmarks/loss.py"): "minutes; measures, and tests nothing",
     ("docs/slurm.md", "batchinf slurm jobs/quickstart.yaml"): "needs Slurm: tests/test_slurm.py and `make test-slurm`",
-    ("docs/how-to/slurm.md", "batchinf slurm jobs/quickstart.yaml --gpus a100:2 --time 12:00:00 --submit"):
-        "needs Slurm: tests/test_slurm.py and `make test-slurm`",
     ("docs/tutorial.md", "make install"): "installs everything",
 }  # fmt: skip
 KNOWN = {"bash", "python", "yaml", "text", "json", "jsonl", "csv", "jinja", "mermaid"}

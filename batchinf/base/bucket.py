@@ -298,7 +298,10 @@ class Bucket:
         self._try(attempt, name, is_large=True)
 
     def download(self, name: str, path: pathlib.Path) -> str | None:
-        """Read an object into a new file; returns its ETag, or None if it is absent."""
+        """Read an object into a new file; returns its ETag, or None if it is absent.
+
+        Raises OSError if this host's disk does not take it.
+        """
 
         def attempt() -> str | None:
             path.unlink(missing_ok=True)
@@ -306,9 +309,14 @@ class Bucket:
                 found = self._obstore.get(self._reads, name)
             except FileNotFoundError:
                 return None
-            with create(path) as file:
-                for piece in found.stream(min_chunk_size=_READ_BYTES):
-                    file.write(piece)
+            try:
+                with create(path) as file:
+                    for piece in found.stream(min_chunk_size=_READ_BYTES):
+                        file.write(piece)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # half of it would keep a full disk full
+                raise
             return self._etag_of(found.meta)
 
         return self._try(attempt, name, is_large=True)
@@ -427,6 +435,8 @@ class Bucket:
                 raise
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, _AgainError) and error.__cause__ else error
+                if isinstance(cause, OSError) and cause.filename is not None:
+                    raise  # of this host's disk, which no store mends: obstore's errors name no file
                 if remedy := _remedy(cause):
                     raise StoreError(
                         f"{self.url}/{name}: {one_line(cause)}; {remedy}; then run the same command again"

@@ -329,10 +329,12 @@ def _pictures(
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
-        # Of a prompt with images, only the hash from before the processor added their tokens can be compared.
+        # Of a prompt with images, only the hash from before the processor added their tokens can be compared. Whether
+        # the images are the same is said beside each of them.
+        digests = part.image_sources and (sample.get(IMAGE_DIGESTS) or ())
         stored = sample.get(UNRENDERED_HASH) if part.image_sources else sample["prompt_hash"]
         is_known = part.error is None and stored is not None  # an error row may have none
-        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != stored:
+        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32), digests) != stored:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import SpecError
+from batchinf.prompts.openai.lines import CHAT_URL
 from batchinf.source.find import is_dataset
 from batchinf.source.formats.huggingface import has_splits, is_saved
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_type
 
 HUB = "a dataset of the hub"
 SPLITS = "a saved dataset with splits"
@@ -15,6 +17,7 @@ SAVED = "a saved dataset without splits"
 FILES = "files"
 JOB = "the output of another job"
 LINES = "lines of a batch file"
+LINES_OF_VECTORS = "lines of a batch file of embeddings or rankings"
 TEXT = "prompts that are plain text"
 CONVERSATION = "conversations"
 IDS = "prompts of token ids"
@@ -44,6 +47,7 @@ _USES = (
     _Use("input.apply_chat_template", (TEXT,)),
     _Use("input.parallel_tool_calls", (PARSER,), "leave it out, or name the parser in model.tool_parser"),
     _Use("score.one_pass", (CHOICES,)),
+    _Use("score.add_bos_token", (TEXT,)),
 )
 
 
@@ -82,8 +86,10 @@ def form_of_input(spec: JobSpec, location: Any) -> str:
 
 def _forms_of_prompts(spec: JobSpec) -> set[str]:
     where = spec.input
+    has_chats = CHAT_URL in task_type(spec).batch_urls
     conditions = {
-        LINES: where.is_batch_file,
+        LINES: where.is_batch_file and has_chats,
+        LINES_OF_VECTORS: where.is_batch_file and not has_chats,
         CONVERSATION: where.is_chat and not where.is_batch_file,
         IDS: where.token_ids_column is not None,
         PICTURES: bool(where.image_columns),
@@ -92,7 +98,7 @@ def _forms_of_prompts(spec: JobSpec) -> set[str]:
         CHOICES: where.choices_column is not None or where.choices is not None,
     }
     forms = {form for form, holds in conditions.items() if holds}
-    return forms if forms & {LINES, CONVERSATION, IDS} else {*forms, TEXT}
+    return forms if forms & {LINES, LINES_OF_VECTORS, CONVERSATION, IDS} else {*forms, TEXT}
 
 
 def _shown(value: Any) -> str:

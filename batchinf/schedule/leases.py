@@ -220,6 +220,8 @@ class ReplicaLoad:
     """It takes leases and is not about to end."""
     engine_rows: int | None = None
     """Rows that its engine runs, or will run before it can be given more; None before its first report."""
+    num_closing: int = 0
+    """Leases that it has whose results are stored: it makes their parts."""
 
     def has_room_among_many(self, *, is_gathering: bool) -> bool:
         """Whether it takes a lease while many rows are left."""
@@ -290,25 +292,20 @@ def next_leases(
     While many rows are left, each accepting replica gets enough leases to keep its engine full between two of them: two
     windows of rows, and one lease that it has not begun. Nearly all are whole shards. While few are left, it gets at
     most its share and what its engine runs, in leases that become smaller and smaller. The replica with the fewest
-    outstanding rows comes first.
+    outstanding rows comes first. Shards whose results are stored go out before all others; see `_closings`.
 
     is_gathering: other replicas are about to come up, and the rows have a stored order. While many rows are left, each
     replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica
     to come up must not get all of them.
     """
-    hungry = [(load.outstanding_rows, load.replica, load) for load in replicas]
+    handed_out = _closings(pending, replicas)
+    hungry = [(load.outstanding_rows, load.replica, load) for load in replicas if load.is_accepting]
     heapq.heapify(hungry)
-    handed_out = []
     while pending and hungry:
         load = hungry[0][-1]
-        if pending.has_shards_to_close and load.is_accepting:
-            handed_out.append((load.replica, pending.take()))
-            continue
         lease_rows = sharing.lease_rows(pending)
         most_rows = None
-        if pending.has_shards_to_close:
-            has_room = False
-        elif sharing.are_few:
+        if sharing.are_few:
             most_rows = load.room(sharing, lease_rows)
             has_room = most_rows > 0
             lease_rows = min(most_rows, lease_rows)
@@ -324,6 +321,19 @@ def next_leases(
         load = replace(load, outstanding_rows=rows, unbegun=(*load.unbegun, lease))
         heapq.heapreplace(hungry, (rows, load.replica, load))
     return _merged(handed_out)
+
+
+def _closings(pending: PendingRows, replicas: Sequence[ReplicaLoad]) -> list[tuple[int, Lease]]:
+    """Hand out the shards whose results are stored, each to the replica that closes the fewest; of these, with the
+    fewest outstanding rows. It needs no room in an engine for them."""
+    closers = [(load.num_closing, load.outstanding_rows, load.replica) for load in replicas if load.is_accepting]
+    heapq.heapify(closers)
+    handed_out = []
+    while pending.has_shards_to_close and closers:
+        num_closing, rows, replica = closers[0]
+        handed_out.append((replica, pending.take()))
+        heapq.heapreplace(closers, (num_closing + 1, rows, replica))
+    return handed_out
 
 
 def _merged(handed_out: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:

@@ -30,7 +30,7 @@ _ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json")  # `datasets` writ
 
 # Signs of tables whose log says which files count: a name in a folder of the table → the kind of table.
 _LOGS = (("_delta_log", "a Delta table"), (".hoodie", "a Hudi table"), ("metadata/*.metadata.json", "an Iceberg table"))
-_LOG = re.compile(r"(?:^|/)(?:(_delta_log)/|(\.hoodie)/|(metadata)/[^/]*\.metadata\.json$)")
+_LOG = re.compile(r"(?:^|/)(?:(_delta_log)(?:/|$)|(\.hoodie)(?:/|$)|(metadata)/[^/]*\.metadata\.json$)")
 
 
 def walk(path: str, left_out: LeftOut | None = None) -> list[str]:
@@ -116,7 +116,7 @@ def refuse_table(path: str) -> None:
 
 
 def refuse_listed_table(names: Collection[str], path: str) -> None:
-    """Raise InputError if one of these files, below a folder, is of the log of a table."""
+    """Raise InputError if one of these files or folders, below a folder, is of the log of a table."""
     kinds = {sign.partition("/")[0]: kind for sign, kind in _LOGS}
     for name in names:
         if (found := _LOG.search(name)) is not None:

@@ -130,7 +130,26 @@ def find_remote(input: InputLocation, left_out: LeftOut | None = None) -> tuple[
         files.append(RemoteFile(name, url, system=system, place=place, info=listing[place]))
     if input.is_new:
         refuse_twins(files, input.path)
+        if path not in listing and not _is_glob(system, path) and _protocol(system) not in _HTTP:
+            _refuse_table_above(system, path, input.path)
     return one_format(files, input), files
+
+
+def _refuse_table_above(system: Any, path: str, url: str) -> None:
+    """Raise InputError if a folder stands in a table of Delta, Iceberg or Hudi.
+
+    Lists the two folders above it, with one request for each, and one more for a folder `metadata` there. Folders of
+    partitions, such as `day=1`, do not count.
+    """
+    parts = path.strip("/").split("/")
+    above = ["/".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1) if "=" not in parts[depth - 1]]
+    for folder in above[:2]:
+        names = []
+        with contextlib.suppress(Exception):  # without permission for these folders, the job reads its own all the same
+            names = [place.rstrip("/").rpartition("/")[2] for place in system.ls(folder, detail=False)]
+            if "metadata" in names:
+                names += [_name(folder, place) for place in system.ls(f"{folder}/metadata", detail=False)]
+        refuse_listed_table(names, url)
 
 
 def objects_in(url: str) -> list[InputFile]:

@@ -13,7 +13,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.digests import ReadDigests, Watch, changed
-from batchinf.source.files import InputFile, open_bytes
+from batchinf.source.files import InputFile, open_bytes, refuse_pointers
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.ranges import RangedFile, footer_of
 from batchinf.source.remote import UNKNOWN
@@ -179,6 +179,7 @@ class Scanner:
         if self._is_ranged(file):
             self._say_copies([file])
         copy = scratch.fetch(file)
+        refuse_pointers([copy])
         self.format.refuse_crashing([copy])
         return copy
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinf.base.bucket import NEEDS_OBSTORE
 from batchinf.base.errors import SpecError
 from batchinf.base.places import is_bucket
+from batchinf.base.text import counted
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
@@ -24,6 +26,7 @@ from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.tasks.columns import (
+    IMAGE_DIGESTS,
     UNRENDERED_HASH,
     Fields,
     leaf_of,
@@ -354,14 +357,27 @@ class Task(abc.ABC):
     def count(self, rows: pa.Table) -> dict[str, int] | None:
         """The task's own counts of output rows, which are summed over parts; None if this job has none.
 
-        Each part's footer and manifest line keep them as `task_counts`.
+        Each part's footer and manifest line keep them as `task_counts`. Those of all tasks are of rows without an error
+        that have fewer images than the spec names columns of them (`num_few_images`), or none (`num_no_images`).
         """
-        return None
+        num_columns = len(self.spec.input.image_columns)
+        if not num_columns or IMAGE_DIGESTS in self.left_out:
+            return None
+        good = rows.column(IMAGE_DIGESTS).filter(pc.is_null(rows.column("error_type")))
+        num_images = pc.list_value_length(good)
+        few = pc.sum(pc.less(num_images, num_columns), min_count=0).as_py()
+        none = pc.sum(pc.equal(num_images, 0), min_count=0).as_py()
+        return {"num_few_images": few, "num_no_images": none} if few else None
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
         """Remarks on the summed counts of `num_rows` output rows, for people to read."""
-        return iter(())
+        rows = counted(num_rows, "output row")
+        none = counts.get("num_no_images", 0)
+        if none:
+            yield f"{none:,} of {rows} ran without an image, since their columns of images are empty"
+        if some := counts.get("num_few_images", 0) - none:
+            yield f"{some:,} of {rows} ran with fewer images than the job has columns of them, since some are empty"
 
     @classmethod
     def count_figures(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:

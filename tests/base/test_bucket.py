@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import stores
@@ -16,6 +17,7 @@ import jobs
 from batchinf.base import bucket as buckets
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
+from batchinf.base.storage import disk_error
 
 pytestmark = pytest.mark.usefixtures("store_of_this_process")
 
@@ -43,6 +45,31 @@ def test_one_of_two_writers_creates_each_object(share: float, url: str, store: s
     assert {who: sorted(found) for who, found in claims.items()} == {
         who: [number for number in range(num_names) if stored[number] == who] for who in claims
     }
+
+
+def local_trouble(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
+    """Files that this host cannot make, and the system's words for the reason."""
+    (folder / "file").write_bytes(b"")
+    yield folder / "gone/object", "no such file or directory"
+    yield folder / "file/object", "not a directory"
+    yield folder / ("x" * 300), "file name too long"
+
+
+def test_the_trouble_of_the_local_disk_is_no_trouble_of_the_store(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    bucket = Bucket(url, patience_s=600)
+    bucket.put("object", b"bytes")
+    for path, words in local_trouble(tmp_path):
+        store.seen.clear()
+        with pytest.raises(OSError, match=f"(?i){words}") as raised:
+            bucket.download("object", path)
+        assert disk_error(raised.value).startswith(f"{path}: {words}")
+        assert len(store.seen) <= 1
+        assert bucket.failing_since is None
+    with pytest.raises(FileNotFoundError) as raised:
+        bucket.upload("other", tmp_path / "gone")
+    assert disk_error(raised.value) == f"{tmp_path}/gone: no such file or directory"
 
 
 def test_an_object_is_absent_only_if_the_store_says_so(url: str, store: stores.Proxy) -> None:

@@ -20,8 +20,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import stores
 
 import jobs
+from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, create, disk_error
 from batchinf.manifest.state import read_state
@@ -511,6 +513,20 @@ def test_a_full_folder_for_temporary_files(tmp_path: pathlib.Path) -> None:
         assert jobs.state_of(tmp_path / "out").is_done and len(jobs.rows_of(tmp_path / "out")) == 60
         for command in ("head", "report", "check"):
             assert jobs.run(command, tmp_path / "out", TMPDIR=str(full)).returncode == 0
+
+
+@needs_tmpfs
+@pytest.mark.usefixtures("store_of_this_process")
+def test_an_object_for_which_the_disk_has_no_room(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    bucket = Bucket(url, patience_s=600)
+    bucket.put("object", bytes(2 << 20))
+    store.seen.clear()
+    with mounted(tmp_path / "disk", *TMPFS) as disk:
+        with pytest.raises(OSError, match="No space left") as raised:
+            bucket.download("object", disk / "object")
+        assert disk_error(raised.value).startswith(f"{disk}/object: no space left on device; make room there, then run")
+        assert [*disk.iterdir()] == []
+    assert len(store.seen) == 1
 
 
 @needs_tmpfs

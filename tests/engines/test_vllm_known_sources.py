@@ -28,6 +28,7 @@ SCHEDULE = "v1/core/sched/scheduler.py", "        num_scheduled_tokens: dict[str
 BUILD = "v1/attention/backends/flash_attn.py", "        num_reqs = common_attn_metadata.num_reqs\n"
 DISPATCH = "v1/cudagraph_dispatcher.py", "        effective_num_active_loras = "
 SCORES = "v1/worker/gpu/sample/logprob.py", "    assert num_logprobs >= 0\n"
+RESULTS = "v1/engine/__init__.py", "class EngineCoreOutput("
 OF_SCHEDULE = "vllm/v1/core/sched/scheduler.py"
 
 
@@ -79,7 +80,8 @@ def test_every_piece_relies_on_files_of_the_installed_version() -> None:
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (SCHEDULE, {"decode", "hold"}),
+        (SCHEDULE, {"decode", "hold", "masks"}),
+        (RESULTS, {"decode", "hold", "join", "masks"}),
         (BUILD, {"kernel", "whole"}),
         (DISPATCH, {"long"}),
         (SCORES, {"rows_v2"}),
@@ -126,6 +128,7 @@ def test_the_log_has_one_line(other_vllm: pathlib.Path, capsys: pytest.CaptureFi
 
 
 def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> None:
+    from batchinf.engines.vllm.scheduling.joined import JoiningMixin
     from batchinf.engines.vllm.scheduling.scheduler import HoldingMixin, scheduler
     from benchmarks.scheduler_steps import arguments
 
@@ -141,6 +144,7 @@ def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> 
     change(other_vllm, path, line, f"        changed = True\n{line}")
     made = scheduler(**given)
     assert not isinstance(made, HoldingMixin)
+    assert isinstance(made, JoiningMixin)  # its files are known
     assert made.schedule(throttle_prefills=False).total_num_scheduled_tokens == 0
 
 
@@ -215,11 +219,12 @@ def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Pat
         env={**jobs.inherited(), **quick, "PYTHONPATH": f"{tmp_path}{os.pathsep}{quick['PYTHONPATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *_, answer = done.stdout.strip().splitlines()
+    *log, answer = done.stdout.strip().splitlines()
     file, not_used, slower, num_tokens = json.loads(answer)
     assert (file, num_tokens) == (str(root / "__init__.py"), 8)
-    assert not_used == ["decode", "hold"]
-    assert [f"since {OF_SCHEDULE} is not one that they were written for" in line for line in slower] == [True, True]
+    assert not_used == ["decode", "masks", "hold"]
+    assert [f"since {OF_SCHEDULE} is not one that they were written for" in line for line in slower] == [True] * 3
+    assert {*slower} <= {*log}
 
 
 def test_the_program_shows_each_version(tmp_path: pathlib.Path) -> None:
@@ -229,7 +234,7 @@ def test_the_program_shows_each_version(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, known_sources.__file__, str(VLLM), str(tmp_path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in shown[1 : len(PIECES) + 1]}
-    assert rows == {piece: ["on", "off" if piece in ("decode", "hold") else "on"] for piece in PIECES}
+    assert rows == {piece: ["on", "off" if piece in ("decode", "masks", "hold") else "on"] for piece in PIECES}
     [last] = shown[len(PIECES) + 1 :]
     assert last.startswith(f"vLLM 0.32.9: {OF_SCHEDULE} is ")
-    assert last.endswith(", for decode, hold")
+    assert last.endswith(", for decode, hold, masks")

@@ -34,7 +34,15 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (FILES, {"input.apply_chat_template": False, "input.format": "openai"}, ["input.apply_chat_template"]),
     (FILES, {"input.parallel_tool_calls": False, "input.messages_column": "m"}, ["input.parallel_tool_calls"]),
     (FILES, {"input.parallel_tool_calls": False, "input.messages_column": "m", "model.tool_parser": "hermes"}, []),
+    (FILES, {"input.images": {}, "input.format": "openai", "task": "embed"}, ["input.images"]),
+    (FILES, {"input.images": {}, "input.format": "openai", "task": "logits"}, []),
     (FILES, {"task": "score", "input.text_column": "t", "score.one_pass": False}, ["score.one_pass"]),
+    (FILES, {"task": "score", "input.text_column": "t", "score.add_bos_token": False}, []),
+    (FILES, {"task": "score", **{f"input.{k}": v for k, v in CHOICES.items()}, "score.add_bos_token": True}, []),
+    (FILES, {"task": "score", "input.messages": [{"role": "user", "content": "{{ a }}"}],
+             "input.choices": ["a", "b"], "score.add_bos_token": False}, ["score.add_bos_token"]),
+    (FILES, {"task": "score", "input.token_ids_column": "t", "input.choices": ["a", "b"],
+             "score.add_bos_token": True}, ["score.add_bos_token"]),
     (FILES, {"task": "score", **{f"input.{k}": v for k, v in CHOICES.items()}, "score.one_pass": False}, []),
 ]  # fmt: skip
 

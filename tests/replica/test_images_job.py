@@ -22,6 +22,7 @@ import batchinf
 import jobs
 from batchinf.base.errors import DriftError, UserError
 from batchinf.commands.verify import verify_job
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.job.input_job import image_folder
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
@@ -75,6 +76,25 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert sum(row["error_type"] is not None for row in unhurt) == 2
     # Other pictures of the same size make other prompts.
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
+
+
+@pytest.mark.parametrize("own", [{}, {"task": "embed", "sampling": None}])
+def test_rows_with_too_few_pictures_are_counted_at_the_end(own: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    photo = "pictures/blue-square.png"
+    columns = [(photo, photo), (photo, None), ("", photo), (None, None), ("pictures/gone.png", None)]
+    rows = [{"id": str(number), "photo": a, "other": b} for number, (a, b) in enumerate(columns)]
+    messages = [{"role": "user", "content": [*ASK[0]["content"], {"type": "image", "column": "other"}]}]
+    where = {"path": str(tmp_path / "rows.jsonl"), "messages": messages}
+    done = jobs.finish(spec_of(tmp_path, rows, **{"input": where, "sampling": {"max_tokens": 4}, **own}))
+    none = "1 of 5 output rows ran without an image, since their columns of images are empty"
+    some = "2 of 5 output rows ran with fewer images than the job has columns of them, since some are empty"
+    for printed in (done.stdout, jobs.run("status", tmp_path / "out").stdout):
+        assert {none, some} <= {line.strip() for line in printed.splitlines()}
+    one = spec_of(tmp_path / "one", rows[:3], **own)  # of one column with pictures, of which the third row has none
+    printed = jobs.finish(one).stdout
+    assert "ran without an image" in printed and "with fewer images" not in printed
+    all_of_them = spec_of(tmp_path / "all", rows[:2], **own)
+    assert "without an image" not in jobs.finish(all_of_them).stdout
 
 
 def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
@@ -530,7 +550,7 @@ def test_adapters_and_hidden_states_run_with_images(tmp_path: pathlib.Path) -> N
 
 
 @pytest.mark.slow
-def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> None:
+def test_a_row_of_images_is_shown_without_stored_prompts_and_is_not_verified(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     rows = ten_rows()
     where = paths_in_lines(tmp_path, rows)
@@ -540,6 +560,12 @@ def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> No
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^a job with images cannot be verified; run the job a second time with --set"):
         verify_job(read_spec(path))
+    report = read_whole_row(str(tmp_path / "job" / "out"), "6")
+    assert report.prompt_note == ""
+    assert report.prompt is not None
+    pieces = [piece.text for piece in report.prompt]
+    assert pieces.count("<image>") == 2
+    assert [picture.name for picture in report.pictures] == ["pictures/6-0.png", "pictures/6-1.png"]
 
 
 @pytest.mark.slow

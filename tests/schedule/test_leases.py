@@ -263,6 +263,31 @@ def test_a_shard_whose_results_are_stored_goes_first_and_to_one_without_room() -
     assert pending.num_rows == 1
 
 
+def stored_shards(num_shards: int) -> PendingRows:
+    """So many shards whose results are stored, and no other rows."""
+    pending = pending_of((8 * num_shards, 4))  # the last shards have fewer than 4 rows
+    leases = [pending.take(2) for _ in range(2 * num_shards)]
+    while pending:
+        pending.take()
+    for lease in leases:
+        pending.store(lease)
+    return pending
+
+
+def test_shards_whose_results_are_stored_go_to_all_replicas() -> None:
+    sharing = Sharing(8, 8, are_few=True)
+    loads = [load(index, rows=index % 2) for index in range(8)]
+    assert sorted(replica for replica, _ in next_leases(stored_shards(7), loads, sharing)) == [0, 1, 2, 3, 4, 5, 6]
+    given = next_leases(stored_shards(9), loads, sharing)
+    assert Counter(replica for replica, _ in given) == Counter([0, *range(8)])
+
+
+def test_a_replica_that_closes_a_shard_is_not_given_the_next_one() -> None:
+    loads = [replace(load(0, rows=0), num_closing=1), load(1, rows=500), load(2, rows=0, accepts=False)]
+    sharing = Sharing(2, 500, are_few=True)
+    assert [replica for replica, _ in next_leases(stored_shards(3), loads, sharing)] == [1, 0, 1]
+
+
 def test_while_others_come_a_replica_gets_no_more_than_fills_its_engine_if_rows_have_an_order() -> None:
     pending, alone = pending_of((800, 10)), load(0, rows=0, window=100)
     sharing = Sharing(2, 800, are_few=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import stores
 from inputs import refusal
 
 import jobs
@@ -75,6 +76,58 @@ def test_a_folder_behind_a_url_says_it_too(tmp_path: pathlib.Path) -> None:
     memory.pipe(f"/left/{tmp_path.name}/pointer.txt", POINTER)
     with pytest.raises(InputError, match=r"pointer\.txt: a pointer of Git LFS"):
         open_source(InputLocation(f"{url}/pointer.txt"), tmp_path / "of pointer")
+
+
+@pytest.mark.parametrize(
+    ("log", "path", "message", "num_requests"),
+    [
+        ("_delta_log/0.json", "table/data", "is or has a Delta table", 1),
+        (".hoodie/hoodie.properties", "table/data/p=1", "a Hudi table", 2),
+        ("metadata/1.metadata.json", "table/data/p=1", "an Iceberg table", 3),
+        ("metadata/about.json", "table/data", None, 3),
+        ("about.json", "table/data/p=1", None, 2),
+    ],
+)
+@pytest.mark.usefixtures("store_of_this_process")
+def test_a_folder_of_a_bucket_in_a_table_is_refused(
+    log: str, path: str, message: str | None, num_requests: int, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    stores.put(f"{url}/table/data/p=1/a.jsonl", ROW)
+    stores.put(f"{url}/table/{log}", b"{}")
+    store.seen.clear()
+    if message is None:
+        assert open_source(InputLocation(f"{url}/{path}"), tmp_path / "new").num_rows == 1
+    else:
+        with pytest.raises(InputError, match=message):
+            open_source(InputLocation(f"{url}/{path}"), tmp_path / "new")
+    listed = [asked for _, asked in store.seen if "delimiter" in asked]
+    store.seen.clear()
+    assert open_source(InputLocation(f"{url}/{path}", **BEGUN), tmp_path / "begun").num_rows == 1
+    begun = [asked for _, asked in store.seen if "delimiter" in asked]
+    assert len(listed) - len(begun) == num_requests
+    assert open_source(InputLocation(f"{url}/{path}/**/*.jsonl"), tmp_path / "glob").num_rows == 1
+
+
+@pytest.mark.usefixtures("store_of_this_process")
+def test_a_key_without_permission_above_the_folder_reads_it(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    stores.put(f"{url}/table/data/a.jsonl", ROW)
+    stores.put(f"{url}/table/_delta_log/0.json", b"{}")
+    prefix = f"{url.rpartition('/')[2]}%2Ftable%2F"
+    store.fault = lambda method, asked: "403" if asked.endswith(f"prefix={prefix}") else ""
+    assert open_source(InputLocation(f"{url}/table/data"), tmp_path / "cache").num_rows == 1
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.usefixtures("store_of_this_process")
+def test_a_pointer_of_git_lfs_in_a_bucket_is_refused_by_name(
+    ending: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    stores.put(f"{url}/in/x.{ending}", POINTER)
+    with pytest.raises(InputError, match=rf"x\.{ending}: a pointer of Git LFS, and no data; `git lfs pull` fetches"):
+        open_source(InputLocation(f"{url}/in"), tmp_path / "cache")
+    assert len([asked for method, asked in store.seen if method == "GET" and f"x.{ending}" in asked]) == 1
 
 
 TABLE = {"data/p=1/a.jsonl": ROW}

@@ -50,7 +50,7 @@ from batchinf.engines.vllm.arguments import (
 )
 from batchinf.engines.vllm.hosts import engine_on_hosts
 from batchinf.engines.vllm.images import Rendering
-from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
+from batchinf.engines.vllm.known_sources import PIECES, allowed, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.worker import install, join_results
 from batchinf.model.lora import Adapter
@@ -519,6 +519,8 @@ def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     is_v2 = getattr(config, "use_v2_model_runner", None)
     not_used = pieces_off(parts_of(arguments, bool(is_v2)))
+    for piece in not_used:
+        allowed(piece)  # prints its line, also for a piece that nothing has asked for, since another one is off
     return EngineInfo(
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _VERSIONS = ("0.32.0", "0.33.0")
-# Each file with the beginning of its SHA-256 in each of these versions, and the pieces that rely on it.
+# Each file with the beginning of its SHA-256 in each of these versions, and the pieces that rely on it. `decode` and
+# `masks` run inside the scheduler of `hold`, so they rely on its files too.
 _TABLE = """
 v1/core/block_pool.py                   6d1e0d89b43e 64d304d2b431 decode
 v1/core/kv_cache_coordinator.py         efd719339119 6bf7583c5fd3 decode
@@ -27,16 +28,16 @@ v1/core/kv_cache_manager.py             d08315437c6b 39ae1c1564a0 decode
 v1/core/single_type_kv_cache_manager.py fe38816a388b 4b8c34ff7598 decode
 v1/core/sched/async_scheduler.py        38d296e77e4d e67b0005e481 decode
 v1/core/sched/output.py                 2a3454c78ba1 f2d5b52a3869 decode
-v1/core/sched/scheduler.py              d9a39870286c d76cc2225755 decode hold
+v1/core/sched/scheduler.py              d9a39870286c d76cc2225755 decode hold masks
 v1/core/sched/utils.py                  b6583424b6da b6583424b6da decode
 v1/request.py                           dd7c30bf8b08 dd7c30bf8b08 decode
 v1/structured_output/__init__.py        cfd425138e30 f8537b746bd7 decode masks
 v1/structured_output/backend_guidance.py 5cb7e71ff816 2eeaf1df0f6a masks
 v1/structured_output/request.py         ba68fd4c5f43 053066a537c6 masks
-v1/engine/__init__.py                   5a525d4fc6e9 733a21948cc1 hold join
+v1/engine/__init__.py                   5a525d4fc6e9 733a21948cc1 decode hold join masks
 v1/engine/logprobs.py                   148cc1575651 148cc1575651 arrays
-v1/engine/output_processor.py           e78c5af6b0db f855e23e61ad hold join
-v1/outputs.py                           40b3aec867bc 58cd064fa441 hold join rows_v1 rows_v2
+v1/engine/output_processor.py           e78c5af6b0db f855e23e61ad decode hold join masks
+v1/outputs.py                           40b3aec867bc 58cd064fa441 decode hold join masks rows_v1 rows_v2
 config/vllm.py                          573692a80364 892088ef8dc5 kernel whole
 v1/attention/backend.py                 981ec1fc4b84 1583b551b899 whole
 v1/attention/backends/flash_attn.py     e6637cb5a66c 7991393d7895 kernel whole

@@ -90,7 +90,7 @@ FIELDS: tuple[Fields, ...] = (
     _used("C", "documents", "given to the chat template, which must have a variable `documents`"),
     _used("C", "reasoning_effort verbosity", "variables of the chat template"),
     _used("CTESK", "truncate_prompt_tokens truncation_side", "the prompt is cut as by vLLM's server"),
-    _used("E", "add_special_tokens dimensions", "see [Embed a batch file](how-to/embed-batch-file.md)"),
+    _used("E", "add_special_tokens dimensions", "see [Embed a batch file](how-to/embed.md#embed-a-batch-file)"),
     # The text
     _used("CT", "max_tokens"),
     _used("C", "max_completion_tokens", "the same as `max_tokens`"),

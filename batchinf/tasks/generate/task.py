@@ -128,18 +128,20 @@ class Generate(Task):
 
     def count(self, rows: pa.Table) -> dict[str, int] | None:
         """See `Task`. num_empty: rows without an error, a text and a tool call."""
+        counts = super().count(rows) or {}
         if self.spec.scripted is not None:
-            return None  # its texts are no model's, and many are empty
+            return counts or None  # its texts are no model's, and many are empty
         text = pc.fill_null(rows.column("text"), "")
         is_empty = pc.and_(pc.equal(pc.utf8_trim_whitespace(text), ""), pc.is_null(rows.column("error_type")))
         if self.spec.model.tool_parser is not None and "tool_calls" not in self.left_out:
             is_empty = pc.and_(is_empty, pc.is_null(rows.column("tool_calls")))
         num_empty = pc.sum(is_empty, min_count=0).as_py()
-        return {"num_empty": num_empty} if num_empty else None
+        return {**counts, **({"num_empty": num_empty} if num_empty else {})} or None
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
         """See `Task`."""
+        yield from super().count_lines(num_rows, counts)
         if num_empty := counts.get("num_empty"):
             warning = "warning: " if num_empty == num_rows else ""
             rows = counted(num_rows, "output row")

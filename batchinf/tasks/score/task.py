@@ -331,7 +331,8 @@ class Score(Task):
         has_answers = self.spec.input.answer_column is not None and not self.left_out & {ANSWER, *WINNERS}
         own = {ANSWER, ANSWER_ERROR, *self._winner_names} - self.left_out
         own_rows = rows.select([name for name in rows.schema.names if name in own])
-        counts = count_answers(own_rows, self.spec.input.answers) if has_answers else {}
+        counts = super().count(rows) or {}
+        counts |= count_answers(own_rows, self.spec.input.answers) if has_answers else {}
         for name, column in _FLAGS.items():
             if self.spec.input.text_column is None and column not in self.left_out:
                 num_rows = pc.sum(rows.column(column), min_count=0).as_py()
@@ -340,6 +341,7 @@ class Score(Task):
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
+        yield from super().count_lines(num_rows, counts)
         yield from answer_lines(num_rows, counts)
         if num_cut := counts.get("num_cut"):
             yield (

@@ -28,6 +28,7 @@ from vllm.v1.outputs import LogprobsLists
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 from batchinf.engines.vllm.scheduling.masks import GuidedRows
+from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
 
 # What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules.
 SCHEDULER = f"{__name__}.scheduler"
@@ -50,7 +51,7 @@ def scheduler(**arguments: Any) -> Any:
     is_async = arguments["vllm_config"].scheduler_config.async_scheduling
     base: Any = AsyncScheduler if is_async else Scheduler
     if not allowed("hold"):
-        return base(**arguments)
+        return pooling_scheduler(**arguments)  # joined results do not need it
     made = type(f"Holding{base.__name__}", (JoiningMixin, HoldingMixin, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
