@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -14,6 +13,7 @@ from batchinf.base.errors import UserError
 from batchinf.base.places import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
+from batchinf.base.text import names_in
 from batchinf.cli.arguments import (
     AsJson,
     LogFormat,
@@ -26,57 +26,40 @@ from batchinf.cli.arguments import (
 )
 from batchinf.cli.program import app, errors_as, print_lines, print_report
 
-_PURPOSES = "label, generate, score, logits, embed or rerank"
-
 
 @app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
 def _init(
     path: Annotated[
         str, typer.Argument(metavar="JOB.yaml", help="The file to write.", callback=new_spec_file)
     ] = "job.yaml",
+    *,
     purpose: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--for",
             metavar="WHAT",
             help="What the job is for. Pictures and texts: label (the model writes one of a few words), generate (a "
-            "text), score (logprobs of labels, choices or texts) or embed (a vector). Texts alone: logits (of the next "
-            "token) or rerank (documents for a query).",
+            "text), score (logprobs of labels or texts) or embed (a vector). Texts alone: logits (of the next token) "
+            "or rerank (documents for a query).",
         ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="A Hugging Face id, or the model's folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="The rows: a file, a glob, a folder, a URL.")] = None,
+    ],
+    model: Annotated[str, typer.Option(help="A Hugging Face id, or the model's folder.")],
+    data: Annotated[str, typer.Option(help="The rows: a file, a glob, a folder, a URL.")],
     labels: Annotated[
-        str | None, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
-    ] = None,
+        str, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
+    ] = "",
     encoding: Annotated[
         str | None, typer.Option(help="Of CSV files, such as cp1252. Default: UTF-8, or cp1252 if the bytes show it.")
     ] = None,
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
     """Write a short commented spec that fits your data."""
-    from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write, written_lines
-    from batchinf.tasks.starters import StarterWanted
+    from batchinf.commands.init.init import InitRequest, write_spec
 
-    purpose = _given(purpose, "--for", f"What is the job for ({_PURPOSES})?")
-    check_purpose(purpose, has_labels=bool(labels))
-    data = _given(data, "--data", "Where are the rows (a file, a glob, a folder)?")
-    found = look_at(data, labels=labels_in(labels or ""), encoding=encoding)
-    model = _given(model, "--model", "Which model (a Hugging Face id or a folder)?")
-    has_template = has_chat_template(model)
-    where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
-    text = write(path, purpose, found, StarterWanted(model, has_template is not False, where))
-    print_lines(written_lines(path, found, purpose, text))
-    if has_template is None:
-        print_lines([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
-    print_lines([f"next: batchinf validate {shlex.quote(path)}"])
-
-
-def _given(value: str | None, option: str, question: str) -> str:
-    """The option's value. Raises UserError if it is missing."""
-    if value is None:
-        raise UserError(f"{option}: missing. {question} Give it as {option}")
-    return value
+    request = InitRequest(
+        path=path, purpose=purpose, data=data, model=model, labels=names_in(labels), encoding=encoding, out=out
+    )
+    print_lines(write_spec(request))
 
 
 @app.command("run", epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")

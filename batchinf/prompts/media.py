@@ -396,7 +396,7 @@ def _scheme_of(source: str) -> str | None:
 def _path_of(source: object) -> str | None:
     """The path of an image in a file; None of an image in memory, or of no image."""
     source = _inner(source)
-    if not isinstance(source, str):
+    if not isinstance(source, str) or is_in_base64(source):
         return None
     scheme = _scheme_of(source)
     return source if scheme is None else _path_of_url(source) if scheme == "file" else None

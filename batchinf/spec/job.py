@@ -165,8 +165,8 @@ class RaySpec(Section):
     """Address of the cluster's head, such as `10.0.0.1:6379`, or `auto` for the cluster that this host belongs to.
     Default: the environment variable `RAY_ADDRESS`."""
     resources: Annotated[dict[Text, Annotated[float, Field(ge=0, le=10**9)]], RUNTIME] = Field(default_factory=dict)
-    """What a replica asks for on each of its hosts besides its GPUs, by Ray's names, such as `{CPU: 8, memory: 2e10}`.
-    Without `CPU`, it asks for 1 CPU for each GPU, or 1 without GPUs."""
+    """What a replica asks for besides its GPUs, by Ray's names, such as `{CPU: 8, memory: 2e10}`; if it has several
+    hosts, on the first one. Without `CPU`, it asks for 1 CPU for each GPU, or 1 without GPUs."""
     env_vars: Annotated[dict[Text, str], RUNTIME] = Field(default_factory=dict)
     """Environment variables of the replicas. They override those of the nodes. Do not put secrets here."""
     placement_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 600.0

@@ -145,7 +145,7 @@ def test_replicas_that_no_node_can_hold_any_more(two_nodes: TestCluster, tmp_pat
     two_nodes.kill(two_nodes.nodes[0])
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
-    asks = "each asks for 1 CPU, 1 slot, and the cluster has"
+    asks = "each asks for 1 CPU, 1 slot, and `ray status` shows what the nodes have"
     words = " ".join(errors.split())
     assert f"warning: the nodes that are left cannot hold replica 1: {asks}" in words or f"replica 0: {asks}" in words
     assert "the other replicas go on, and it starts when a node joins" in words
@@ -282,7 +282,6 @@ def test_a_program_keeps_its_own_connection_and_no_other(two_nodes: TestCluster,
 def test_a_group_that_can_never_be_placed(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
     said = refused(spec_of(tmp_path, two_nodes, parallel={"data_parallel_size": 3}))
     assert "3 replica(s) can never be placed: each asks for 1 CPU, 1 slot" in said
-    assert said.count("1 CPU, 1 slot") == 3
     said = refused(jobs.spec_of(tmp_path, **two_nodes.section(resources={"CPU": 5}), parallel=None))
     assert "1 replica(s) can never be placed: each asks for 5 CPU" in said
 

@@ -650,7 +650,8 @@ def test_base64_without_data_is_called_so(format: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (40, 30), (9, 90, 200)).save(file, format)
     text = base64.b64encode(file.getvalue()).decode()
-    with pytest.raises(ImageError, match="looks like the base64 of a picture") as refused:
-        loader().load(text)
-    assert refused.value.error_type == "image_broken"
+    for reads in (loader().load, loader().size_of):
+        with pytest.raises(ImageError, match="looks like the base64 of a picture") as refused:
+            reads(text)
+        assert refused.value.error_type == "image_broken"
     assert loader().load(f"data:image/png;base64,{text}").width == 40

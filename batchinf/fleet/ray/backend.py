@@ -20,7 +20,7 @@ from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.handle import RayReplica
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
-from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, as_empty, num_replicas, shortage
+from batchinf.fleet.ray.placement import CPU, GPU, Demand, Node, has_gpus, num_replicas
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Event, Launch
@@ -63,11 +63,9 @@ class RayBackend:
         self._cache_key: str | None = None
         self._ticked_at = 0.0
         # Of the cluster as it was when the slots were made.
-        self._demand = Demand(False, 1, 1, {})
-        self._is_small = True
+        self._demand = Demand((), 0)
         self._lost: list[Node] = []
         """Nodes that were alive when the job began to look at the cluster, and did not answer any more."""
-        self._places: tuple[object, int] = (None, 0)
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -88,8 +86,8 @@ class RayBackend:
 
     def _able_nodes(self) -> list[Node]:
         nodes = self._cluster.nodes()
-        has_gpus = Demand.of(self._spec, nodes).has_gpus
-        return [node for node in nodes if node.total.get(GPU if has_gpus else CPU)]
+        needed = GPU if has_gpus(self._spec, nodes) else CPU
+        return [node for node in nodes if node.total.get(needed)]
 
     def devices(self) -> tuple[str, ...]:
         """See `Backend`. Ray chooses the devices of a replica when it places it."""
@@ -105,8 +103,7 @@ class RayBackend:
         nodes = [node for node in self._cluster.nodes() if node.id not in {lost.id for lost in self._lost}]
         number = num_replicas(spec, nodes, self._lost)
         self._demand = Demand.of(spec, [*nodes, *self._lost])
-        self._is_small = self._demand.is_small([*nodes, *self._lost])
-        degree = self._demand.degree if self._demand.has_gpus else 0
+        degree = self._demand.num_devices
         return [Slot(at, tuple(f"gpu-{at * degree + rank}" for rank in range(degree)), ()) for at in range(number)]
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
@@ -131,12 +128,13 @@ class RayBackend:
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> RayReplica:
         """See `Backend`. The replica waits until the cluster has room for it."""
         spec = self._spec
+        bundles = self._demand.bundles
         order = Order(
             launch=launch,
             log=os.fspath(log.absolute()),
             software=self._software,
-            num_devices=len(slot.devices),
-            num_cpus=max(1, int(self._demand.bundle(max(1, len(slot.devices))).get(CPU, 1))),
+            num_devices=len(slot.devices) if len(bundles) == 1 else 0,
+            num_cpus=max(1, int(sum(bundle.get(CPU, 0) for bundle in bundles))),
             environment=forwarded(dict(os.environ)),
             env_vars=dict(spec.ray.env_vars),
             folder=os.fspath(pathlib.Path.cwd()),
@@ -146,18 +144,9 @@ class RayBackend:
             cache_key=self._cache_key if slot.devices else None,
         )
         name = f"batchinf-{launch.job_id}-{launch.incarnation}"
-        replica = RayReplica(self._cluster, order, name=name, plan=self._plan, log=log)
+        replica = RayReplica(self._cluster, order, name=name, bundles=bundles, log=log)
         self._replicas[launch.incarnation] = replica, slot
         return replica
-
-    def _plan(self) -> Group:
-        """The group of one more replica. If there is no room now, one that has room when nothing else runs."""
-        demand = self._demand
-        whole = Group((demand.bundle(demand.degree),), "STRICT_PACK")
-        if self._is_small:
-            return whole
-        nodes = self._cluster.nodes()
-        return demand.group(nodes) or demand.group(as_empty(nodes)) or whole
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
         self._tick()
@@ -180,29 +169,21 @@ class RayBackend:
         if self._replicas and time.monotonic() - self._ticked_at >= _TICK_S:
             self._ticked_at = time.monotonic()
             live = self._cluster.live_ids()
-            lacking = self._lacking(live)
+            lacking = self._lacking()
+            shortage = f"each asks for {self._demand}, and `ray status` shows what the nodes have"
             for replica in self._live():
-                replica.tick(live, lacking.get(replica.incarnation, ""))
+                replica.tick(live, shortage if replica in lacking else "")
 
-    def _lacking(self, live: frozenset[str]) -> dict[str, str]:
-        """Which incarnations have no room on any node beside the others, and which resource each of them lacks."""
+    def _lacking(self) -> list[RayReplica]:
+        """The replicas for which the nodes have no room beside the others, even if nothing else ran on them."""
         replicas = [replica for replica in self._live() if not replica.has_ended()]
         if all(replica.is_up for replica in replicas):
-            return {}
-        num_places = self._num_places(live, len(replicas))
-        if num_places == len(replicas):
-            return {}
-        without = [replica for replica in replicas if not replica.is_up and not replica.is_placed]
-        num_left = num_places - (len(replicas) - len(without))
-        words = shortage(self._demand, self._cluster.nodes())
-        return {replica.incarnation: words for replica in without[max(0, num_left) :]}
-
-    def _num_places(self, live: frozenset[str], most: int) -> int:
-        """How many replicas the cluster can hold, at most `most`. Counted again when other nodes are alive."""
-        key = live, most
-        if self._places[0] != key:
-            self._places = key, self._demand.count(as_empty(self._cluster.nodes()), most)
-        return self._places[1]
+            return []
+        most = self._demand.count([node.total for node in self._cluster.nodes()])
+        if most >= len(replicas):
+            return []
+        waiting = [replica for replica in replicas if not replica.is_up and not replica.is_placed]
+        return waiting if len(replicas) - len(waiting) >= most else []
 
     def _live(self) -> list[RayReplica]:
         for name in [name for name, (replica, _) in self._replicas.items() if replica.is_removed]:

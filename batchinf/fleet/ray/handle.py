@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.local.backend import read_log
 from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
 from batchinf.fleet.ray.cluster import Cluster, ray_cause
-from batchinf.fleet.ray.placement import Group
 from batchinf.records import RayGroup
 from batchinf.replica.incarnation import last_words
 from batchinf.replica.messages import Command, Event, Failed, NoPlace, StartPhase
@@ -21,7 +19,6 @@ from batchinf.replica.messages import Command, Event, Failed, NoPlace, StartPhas
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
 _PLACE_S = 20.0
-_PINNED_S = 2
 # A node that does not answer for so long counts as lost, although Ray has not noticed it.
 _SILENCE_S = 90.0
 _END_S = 30.0
@@ -33,13 +30,13 @@ class RayReplica:
     """A replica that runs in an actor of Ray."""
 
     def __init__(
-        self, cluster: Cluster, order: Order, *, name: str, plan: Callable[[], Group], log: pathlib.Path
+        self, cluster: Cluster, order: Order, *, name: str, bundles: tuple[dict[str, float], ...], log: pathlib.Path
     ) -> None:
-        """name: of the placement groups, before a number. plan: what to ask of the cluster now."""
+        """name: of the placement groups, before a number. bundles: of each group."""
         self._cluster = cluster
         self._order = order
         self._name = name
-        self._plan = plan
+        self._bundles = bundles
         self._log = log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._commands: list[Command] = []
@@ -84,18 +81,15 @@ class RayReplica:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        plan = self._plan()
-        labels = None if plan.nodes is None else [{"ray.io/node-id": node} for node in plan.nodes]
+        bundles = self._bundles
         self._num_groups += 1
         name = f"{self._name}/{self._num_groups}"
         # Not detached: Ray removes the group and the actor when the coordinator ends.
-        group = placement_group(list(plan.bundles), strategy=plan.strategy, name=name, bundle_label_selector=labels)
+        group = placement_group(list(bundles), strategy="PACK", name=name)
         order = self._order
-        if plan.spans_hosts:
-            # So that the next replica's plan sees what this one takes.
-            group.wait(timeout_seconds=_PINNED_S)
-            ranks = RayGroup(self._cluster.address, group.id.hex(), plan.bundles)
-            order = replace(order, launch=replace(order.launch, ray_group=ranks), num_devices=0)
+        if len(bundles) > 1:
+            ranks = RayGroup(self._cluster.address, group.id.hex(), bundles)
+            order = replace(order, launch=replace(order.launch, ray_group=ranks))
         self._group = group
         self._actor = (
             self._cluster.ray.remote(ReplicaActor)
