@@ -26,6 +26,7 @@ from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
+    FIRST_RULES,
     LINE_ENDS,
     MAX_LINE_BYTES,
     CsvDialect,
@@ -49,7 +50,6 @@ from batchinf.source.types import (
     with_twins,
 )
 
-_FIRST_RULES = 1  # of jobs that print the number of a field, not the field; see `JobSpec.rules`
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
 _TAB = "\t"
@@ -73,7 +73,7 @@ class Csv(FileFormat):
         """See `InputLocation`."""
         self._dialect = dialect or CsvDialect()
         self._text_columns = text_columns
-        self.prints_fields = rules != _FIRST_RULES
+        self.prints_fields = rules != FIRST_RULES
 
     @property
     def key(self) -> str:
