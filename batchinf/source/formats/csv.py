@@ -197,6 +197,17 @@ def _own_parser() -> Any:
     return parser
 
 
+class _Lines:
+    """A number of lines, and the first of them."""
+
+    count = 0
+    first = 0
+
+    def add(self, line: int) -> None:
+        self.count += 1
+        self.first = self.first or line
+
+
 _PARSER = _own_parser()
 _DELIMITER_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # the first line that Excel writes and reads
 
@@ -219,7 +230,7 @@ class _Rows:
         self.hint = ""
         """What to write for the quotes of the last row, if they look like those of Spark."""
         self.remarks: list[str] = []
-        """How the file is read, if its own beginning decided that."""
+        """How the file is read, if its own beginning decided that, and at the end what its rows show."""
         self.twins: tuple[str, ...] = ()
         """Names that several columns have. These columns are left out."""
         self._wrong = ""
@@ -321,6 +332,7 @@ class _Rows:
     def __iter__(self) -> Iterator[list[str] | str]:
         width = len(self._full_header)
         has_all = len(self.header) == width
+        headers = _Lines()
         while True:
             line = self._num_skipped + self._reader.line_num + 1
             self._wrong = ""
@@ -329,6 +341,11 @@ class _Rows:
             try:
                 row = next(self._reader)
             except StopIteration:
+                if headers.count:
+                    self.remarks.append(
+                        f"{counted(headers.count, 'row')} like the header, line {headers.first:,} first, as in files "
+                        "that were joined; such a row runs like any other, so remove it, or leave it out by input.where"
+                    )
                 return
             except _PARSER.Error as error:
                 if str(error) == _UNENDED:
@@ -339,6 +356,8 @@ class _Rows:
             if self._wrong:
                 yield f"line {line}: {self._wrong}"
             elif len(row) == width:
+                if row == self._full_header:
+                    headers.add(line)
                 yield row if has_all else [row[place] for place in self._places]
             elif row:
                 yield from self._broken(line, f"{len(row)} fields where the header has {width}")
