@@ -359,6 +359,21 @@ def test_a_header_within_the_rows(content: str, ids: list[str], remark: str | No
     assert [remark in said for said in found.remarks] == [True] if remark else not found.remarks
 
 
+@pytest.mark.parametrize(
+    ("content", "rows", "remark"),
+    [
+        ("text\na\n\nb\n", ["a", "b"], "1 line without a field, line 3 first: an empty line is no row, so row_index"),
+        ("\ntext\r\n\r\na\r\n\r\nb\r\n\r\n", ["a", "b"], "2 lines without a field, line 3 first: "),
+        ('text\na\n""\n \nb\n\n\n', ["a", "", " ", "b"], None),
+        ("text,id\na,1\n\nb,2\n", ["a", "b"], None),
+    ],
+)
+def test_empty_lines_of_one_column(content: str, rows: list[str], remark: str | None, tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, content.encode())
+    assert [row["text"] for row in values_of(found) if isinstance(row, dict)] == rows
+    assert [remark in said for said in found.remarks] == [True] if remark else not found.remarks
+
+
 def test_columns_of_one_name_are_refused_if_the_job_names_them(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.csv").write_text("id,note,text,note\n1,x,a,y\n")
     location = InputLocation(str(tmp_path / "x.csv"), named=("text", "note"))
