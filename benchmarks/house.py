@@ -1,33 +1,17 @@
-"""Measure how the package is arranged: sizes, complexity, duplicates, and the modules that a spec and a row pass.
+"""Measure how the package is arranged: sizes, interfaces and duplicates.
 
-    python benchmarks/house.py                      # this checkout
-    python benchmarks/house.py --compare ../other   # beside another one, such as an earlier commit in a worktree
-    python benchmarks/house.py --no-trace           # without running a job
-    python benchmarks/house.py --budget             # fail if a package has more code lines than pyproject.toml allows
-
-The quickstart job runs on the scripted engine for two traces:
-
-- **The way of a spec**: from `batchinf.run` to the start of the first replica. A module is on it if one of its
-  functions is called with the spec, or with an object that has the spec in a field. An entry is a place in another
-  module from which such a function is called.
-- **The way of a row**: the job runs with 256 and with 2,560 rows, which make one part each. A module is on the way if
-  the replica calls its functions more often with more rows: at least once more for each further 256 rows, which are
-  read together. So modules count that see rows one by one or many at once. What happens once a process or once a part
-  does not count, and neither does the replica's thread that listens to the coordinator: it looks for messages also
-  without rows.
+python benchmarks/house.py                      # this checkout
+python benchmarks/house.py --compare ../other   # beside another one, such as an earlier commit in a worktree
+python benchmarks/house.py --budget             # fail if a package has more code lines than pyproject.toml allows
 """
 
 import argparse
 import ast
 import collections
 import io
-import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import tokenize
 import tomllib
 from collections.abc import Iterator
@@ -43,111 +27,18 @@ MAX_POSITIONAL = 4
 Measure = int | str | list[str]
 """A list is shown by its length; `--verbose` shows its items."""
 
-# Two numbers of input rows. Each makes one part, and the feeder reads 256 rows at once.
-FEW_ROWS = 256
-MANY_ROWS = 2560
-ROWS_AT_ONCE = 256
-
-# Runs in each process of the job and counts the calls of functions by module, in a file with a number for each module.
-ROW_TRACER = """
-import mmap, os, pathlib, sys, threading
-
-package = os.environ["HOUSE_PACKAGE"]
-modules = os.environ["HOUSE_MODULES"].split(os.pathsep)
-places = {os.path.join(package, module): place for place, module in enumerate(modules)}
-with open(pathlib.Path(os.environ["HOUSE_OUT"], str(os.getpid())), "w+b") as file:
-    file.truncate(8 * len(modules))
-    counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")  # stays in the file if the process is killed
-
-def profile(frame, event, _):
-    code = frame.f_code
-    if event == "call" and (place := places.get(code.co_filename)) is not None and not code.co_name.startswith("<"):
-        counts[place] += 1
-
-def profile_thread(*_):
-    # The thread that listens to the coordinator looks for messages a few times a second.
-    sys.setprofile(None if threading.current_thread().name == "control" else profile)
-
-threading.setprofile(profile_thread)
-sys.setprofile(profile)
-"""
-
-# Calls `batchinf.api.run`, records the functions that receive the spec, and ends when the first replica is started.
-SPEC_TRACER = """
-import dataclasses, json, os, sys, threading
-
-import batchinf.api
-from batchinf.spec.job import JobSpec
-
-package = os.environ["HOUSE_PACKAGE"]
-entries = []
-entry_of = {}  # by the id of a frame that may be alive: its code and its entry
-
-class SpecPath(str):
-    pass
-
-def carries(value, depth=0):
-    if isinstance(value, (JobSpec, SpecPath)):
-        return True
-    if depth == 2 or not type(value).__module__.startswith("batchinf."):
-        return False
-    if dataclasses.is_dataclass(value):
-        values = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        values = list(getattr(value, "__dict__", {}).values())
-    return any(carries(item, depth + 1) for item in values)
-
-def place(frame):
-    return frame.f_code.co_filename.removeprefix(package).lstrip("/")
-
-def profile(frame, event, _):
-    code = frame.f_code
-    if event != "call" or not code.co_filename.startswith(package) or code.co_name.startswith("<"):
-        return
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    arguments = frame.f_locals
-    if not any(carries(arguments.get(name)) for name in names):
-        return
-    caller = frame.f_back
-    while caller is not None and not caller.f_code.co_filename.startswith(package):
-        caller = caller.f_back
-    entry = [place(frame), place(caller) if caller else "", caller.f_lineno if caller else 0, False]
-    entries.append(entry)
-    entry_of[id(frame)] = code, entry
-    while caller is not None:
-        above_code, above = entry_of.get(id(caller), (None, None))
-        if above_code is caller.f_code and above[0] != entry[0]:
-            above[3] = True  # it hands the spec on
-        caller = caller.f_back
-
-def end_at_replica(event, arguments):
-    if event == "subprocess.Popen" and any(str(word).startswith("batchinf.fleet.") for word in arguments[1]):
-        threading.setprofile(None)
-        sys.setprofile(None)
-        with open(os.environ["HOUSE_OUT"], "w") as file:
-            json.dump(entries, file)
-        os._exit(0)
-
-sys.addaudithook(end_at_replica)
-threading.setprofile(profile)
-sys.setprofile(profile)
-batchinf.api.run(SpecPath("jobs/quickstart.yaml"), overrides=json.loads(os.environ["HOUSE_SETTINGS"]), quiet=True)
-"""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[1])
     parser.add_argument("--compare", type=pathlib.Path, metavar="OTHER_ROOT", help="a second tree, in a second column")
-    parser.add_argument("--no-trace", action="store_true")
-    parser.add_argument("--radon", help="path of radon, if it is not a module of this Python")
     parser.add_argument("--verbose", action="store_true", help="list the items that are counted")
     parser.add_argument("--budget", action="store_true", help="hold the code lines of each package against its budget")
     args = parser.parse_args()
     if args.budget:
         sys.exit("\n".join(over_budget(House.read(args.root.resolve()))) or 0)
     roots = [root.resolve() for root in (args.root, args.compare) if root is not None]
-    columns = [measure(House.read(root), radon=args.radon, traces=not args.no_trace) for root in roots]
+    columns = [measure(House.read(root)) for root in roots]
     print(f"{'':47}", *(f"{root.name:>24}" for root in roots))
     for name in columns[0]:
         values = [column.get(name, "") for column in columns]
@@ -186,18 +77,16 @@ class House:
                 yield path, node
 
 
-def measure(house: House, *, radon: str | None, traces: bool) -> dict[str, Measure]:
-    measures: dict[str, Measure] = {
+def measure(house: House) -> dict[str, Measure]:
+    return {
         **sizes(house),
         **functions(house),
-        "functions of radon grade C or worse": complex_functions(house, radon),
         **assignments_and_calls(house),
         "reads of the task outside tasks/": task_reads(house),
         "names of input formats outside their files": format_names(house),
         "public names in more than one module": public_names(house),
         f"repeated runs of {MIN_LINES} lines": repeated_lines(house),
     }
-    return {**measures, **spec_way(house), "modules on the way of a row": row_way(house)} if traces else measures
 
 
 def sizes(house: House) -> dict[str, Measure]:
@@ -295,19 +184,6 @@ def functions(house: House) -> dict[str, Measure]:
     }
 
 
-def complex_functions(house: House, radon: str | None) -> Measure:
-    command = [radon] if radon else [sys.executable, "-m", "radon"]
-    result = subprocess.run([*command, "cc", "-j", "-n", "C", str(house.package)], capture_output=True, text=True)
-    if result.returncode:
-        return "radon is not installed"
-    return [
-        f"{pathlib.Path(path).relative_to(house.package)}:{block['lineno']} {block['name']} {block['complexity']}"
-        for path, blocks in json.loads(result.stdout).items()
-        for block in blocks
-        if block["type"] != "class"
-    ]
-
-
 def assignments_and_calls(house: House) -> dict[str, Measure]:
     assignments = [(path, node) for path, node in house.nodes() if isinstance(node, ast.Assign | ast.AnnAssign)]
     packed = [
@@ -400,91 +276,6 @@ def repeated_lines(house: House) -> list[str]:
             else:
                 places[run] = here
     return repeated
-
-
-def quickstart_settings(folder: pathlib.Path) -> dict[str, object]:
-    """One row of the quickstart, on one replica of the scripted engine."""
-    return {
-        "scripted": {},
-        "input.limit": 1,
-        "parallel.data_parallel_size": 1,
-        "output.path": str(folder / "out"),
-    }
-
-
-def run_traced(house: House, command: list[str], path: pathlib.Path, **variables: str) -> None:
-    """Run Python in the checkout. path: a folder that comes first on Python's path."""
-    environment = {
-        "PYTHONPATH": f"{path}{os.pathsep}{house.root}",
-        "HOUSE_PACKAGE": str(house.package),
-        **variables,
-    }
-    command = [sys.executable, *command]
-    subprocess.run(command, cwd=house.root, check=True, capture_output=True, env={**os.environ, **environment})
-
-
-def spec_way(house: House) -> dict[str, Measure]:
-    """Modules that the spec passes before the first replica is started, and the places from which they are entered."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        out = folder / "entries.json"
-        settings = json.dumps(quickstart_settings(folder))
-        run_traced(house, ["-c", SPEC_TRACER], folder, HOUSE_OUT=str(out), HOUSE_SETTINGS=settings)
-        calls = json.loads(out.read_text())
-    from_others = [call for call in calls if call[1] not in ("", call[0])]
-    entries = {(module, caller, line) for module, caller, line, _ in from_others}
-    # A module that only answers about the spec is a leaf of the way.
-    handing_on = {(module, caller, line) for module, caller, line, hands_on in from_others if hands_on}
-    by_module = collections.Counter(module for module, _, _ in handing_on)
-    most_entered, num_entries = by_module.most_common(1)[0]
-    return {
-        "modules on the way of a spec": sorted({module for module, *_ in calls}),
-        "entries into them from other modules": sorted(
-            f"{module} from {caller}:{line}" for module, caller, line in entries
-        ),
-        "those after which the module hands the spec on": sorted(
-            f"{module} from {caller}:{line}" for module, caller, line in handing_on
-        ),
-        "most of them into one module": f"{num_entries}, {most_entered}",
-    }
-
-
-def row_way(house: House) -> list[str]:
-    """Modules of the replica whose number of calls grows with the number of rows."""
-    few = calls_in_replica(house, FEW_ROWS)
-    many = calls_in_replica(house, MANY_ROWS)
-    least = (MANY_ROWS - FEW_ROWS) // ROWS_AT_ONCE
-    return sorted(module for module in many if many[module] - few[module] >= least)
-
-
-def calls_in_replica(house: House, num_rows: int) -> collections.Counter[str]:
-    """The calls of functions by module, in the replica of a job over so many rows."""
-    modules = [path.as_posix() for path in house.texts]
-    calls: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        (folder / "hook").mkdir()
-        (folder / "calls").mkdir()
-        (folder / "hook" / "sitecustomize.py").write_text(ROW_TRACER)
-        rows = ({"id": f"row-{number}", "prompt": f"The number is {number}."} for number in range(num_rows))
-        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        fields = quickstart_settings(folder) | {
-            "input.path": str(folder / "rows.jsonl"),
-            "input.limit": None,
-            "sampling.max_tokens": 8,
-            "output.rows_per_shard": MANY_ROWS,
-            "checkpoint_interval_s": 3600,
-        }
-        settings = [f"--set={field}={json.dumps(value)}" for field, value in fields.items()]
-        command = ["-m", "batchinf", "run", "jobs/quickstart.yaml", *settings]
-        variables = {"HOUSE_OUT": str(folder / "calls"), "HOUSE_MODULES": os.pathsep.join(modules)}
-        run_traced(house, command, folder / "hook", **variables)
-        for path in (folder / "calls").iterdir():
-            counts = collections.Counter(dict(zip(modules, memoryview(path.read_bytes()).cast("Q"), strict=True)))
-            # The coordinator's process reads rows too, for checks and estimates.
-            if not any(counts[module] for module in modules if module.startswith("coordinator/")):
-                calls.update(counts)
-    return calls
 
 
 if __name__ == "__main__":

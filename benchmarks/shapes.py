@@ -1,14 +1,12 @@
 """Makes model folders with real shapes and prompts with exact lengths. All benchmarks on vLLM use them.
 
 `make_model` writes config, generation config and a byte-level BPE tokenizer with the shape's vocabulary size, for
-vLLM's `load_format: dummy`. `make_weights` adds random weights. `make_prompts` writes Parquet rows with random text of
-an exact number of tokens. `make_adapter` writes a LoRA adapter with random weights.
+vLLM's `load_format: dummy`. `make_prompts` writes Parquet rows with random text of an exact number of tokens.
+`make_adapter` writes a LoRA adapter with random weights.
 """
 
 import itertools
 import json
-import math
-import os
 import pathlib
 import random
 from collections.abc import Iterator
@@ -128,16 +126,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8, "vocab_size": 100352,
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     },
-    "tiny-moe": {
-        **_MOE, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 8192,
-        "max_position_embeddings": 4096, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-    },
-    "tiny-128k": {
-        **_LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128256,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    },
     "tiny": {
         **_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192,
@@ -162,62 +150,6 @@ def make_model(shape: str, folder: pathlib.Path, num_labels: int = 0) -> pathlib
     names["chat_template"] = _CHAT
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
-
-
-_FILE_BYTES = 5 << 30
-
-
-def make_weights(shape: str, folder: pathlib.Path) -> int:
-    """Write random weights of this shape in bfloat16, as safetensors with an index. Returns their bytes."""
-    config, files = SHAPES[shape], [dict[str, tuple[int, ...]]()]
-    if config["model_type"] != "llama":
-        raise SystemExit(f"--weights: got the shape {shape}; must be a Llama")
-    num_bytes = 0
-    for name, size in _llama_tensors(config):
-        if num_bytes and num_bytes + 2 * math.prod(size) > _FILE_BYTES:
-            files.append({})
-            num_bytes = 0
-        files[-1][name] = size
-        num_bytes += 2 * math.prod(size)
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    total = sum(_write_random(folder / name, tensors) for name, tensors in zip(names, files, strict=True))
-    weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return total
-
-
-def _llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head = config.get("head_dim", hidden // heads)
-    queries, keys = heads * head, config["num_key_value_heads"] * head
-    modules = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
-        yield from ((f"model.layers.{layer}.{module}.weight", size) for module, size in modules.items())
-    yield "model.norm.weight", (hidden,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (config["vocab_size"], hidden)
-
-
-def _write_random(path: pathlib.Path, tensors: dict[str, tuple[int, ...]]) -> int:
-    header, end = dict[str, Any](), 0
-    for name, size in tensors.items():
-        start, end = end, end + 2 * math.prod(size)
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
-    text, chance = json.dumps(header).encode(), np.random.default_rng(len(tensors))
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for size in tensors.values():
-            values = chance.integers(0, 1 << 16, math.prod(size), np.uint16)
-            values &= 0xBFFF  # below 2, and never infinite
-            file.write(values.data)
-        file.flush()
-        os.fsync(file.fileno())
-    return end
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:

@@ -2,7 +2,6 @@
 
     python benchmarks/tail.py                                                 # all cases: the table of RESULTS.md
     python benchmarks/tail.py --rows 4000 --replicas 8 --skews 0.2 --list     # some of them
-    python benchmarks/tail.py --real out/tail            # twenty of them by real processes, beside the simulation
 
 A case is a number of rows and of replicas, the skew (seconds from the first replica that is up to the last; `never`:
 the last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first
@@ -17,28 +16,19 @@ import argparse
 import dataclasses
 import heapq
 import itertools
-import json
 import math
 import multiprocessing
-import pathlib
-import shutil
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from resume import MODEL
 from workloads import log_normal_lengths
 
-from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
-from batchinf.fleet.speed import times_of
-from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease
 from batchinf.replica.messages import Event, Key, LeaseBegun, LeaseDone, Progress, Ready
 from batchinf.replica.worker import window
@@ -51,8 +41,6 @@ SKEWS = ("0", "0.2", "0.5", "1", "2", "5", "60", "never")
 LENGTHS = ("equal", "log-normal", "one long", "ascending", "descending")
 STEPS = ("constant", "growing")
 STEP_S = 0.033
-# For equal lengths by real processes: in jobs of 7 s, two cores would still be busy with the Python of 8 replicas.
-LONG_STEP_S = 0.1
 MEAN_TOKENS, MOST_TOKENS, LONG_TOKENS = 200, 1_500, 4_000
 FACTOR, SLACK_S, MOST = 1.05, 0.5, 1.3
 # A decision comes so often at least, and reaches the replica so much later.
@@ -70,14 +58,10 @@ class Case:
     step: str
     max_num_seqs: int = 1024
     num_cached: int = 1 << 30
-    constant_s: float = STEP_S
-    ups: tuple[float, ...] = ()
 
     @property
     def starts(self) -> list[float]:
-        """When each replica is up, in seconds; infinity if never. `ups`, if given, else by the skew."""
-        if self.ups:
-            return list(self.ups)
+        """When each replica is up, in seconds, by the skew; infinity if never."""
         last = self.num_replicas - 1
         if self.skew == "never":
             return [0.0] * max(1, last) + [math.inf] * min(1, last)
@@ -99,7 +83,7 @@ class Case:
         return {"equal": MEAN_TOKENS, "one long": LONG_TOKENS}.get(self.lengths, MOST_TOKENS)
 
     def step_s(self, num_running: int) -> float:
-        return self.constant_s if self.step == "constant" else 10.6e-3 + 21.9e-6 * num_running
+        return STEP_S if self.step == "constant" else 10.6e-3 + 21.9e-6 * num_running
 
 
 @dataclass
@@ -298,9 +282,7 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
     fleet, clock = Fleet(replicas), [-1.0]
     trials: Any = NoTrials()
     known_fleet: Any = fleet
-    assignment = Assignment(
-        known_fleet, pending, trials, most_tokens=case.most_tokens if not case.ups else None, clock=lambda: clock[0]
-    )
+    assignment = Assignment(known_fleet, pending, trials, most_tokens=case.most_tokens, clock=lambda: clock[0])
     assignment.assign()
     now = 0.0
     info = EngineInfo(8192, case.max_num_seqs, 1, "", {})
@@ -347,58 +329,6 @@ def run(case: Case) -> Outcome:
     return Outcome(case, shared_s, seconds_split(case), rows)
 
 
-REAL = (
-    *((rows, replicas, "equal") for rows, replicas in (
-        (1, 2), (3, 2), (8, 4), (8, 8), (100, 2), (100, 8), (300, 4), (300, 8), (1000, 2), (1000, 4), (1000, 8),
-        (4000, 4), (4000, 8),
-    )),
-    *((rows, replicas, "log-normal") for rows, replicas in ((100, 4), (300, 2), (300, 8), (1000, 8))),
-    *((300, 4, order) for order in ("ascending", "descending")),
-    (1000, 2, "descending"),
-)  # fmt: skip
-
-
-def run_real(case: Case, folder: pathlib.Path) -> tuple[float, float, list[int]]:
-    """A case by real processes with the scripted engine. Returns its seconds, those of the simulation with the same
-    times at which the engines were up, and each replica's rows.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    rows = [{"prompt": f"number {row}", "budget": tokens} for row, tokens in enumerate(case.tokens)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = {
-        "model": str(MODEL),
-        "input": {"path": str(folder / "rows.jsonl"), "prompt_column": "prompt"},
-        "sampling": {"temperature": 0.0, "columns": {"max_tokens": "budget"}, "max_tokens": case.most_tokens},
-        "parallel": {"data_parallel_size": case.num_replicas},
-        "output": {"path": str(folder / "out")},
-        "scripted": {"max_num_seqs": case.max_num_seqs, "step_s": case.constant_s, "vary_lengths": False,
-                     "max_model_len": 2 * MOST_TOKENS},
-    }  # fmt: skip
-    (folder / "job.yaml").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "batchinf", "run", str(folder / "job.yaml"), "--quiet"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    state = read_state(Folder(folder / "out"))
-    assert state is not None and state.speed is not None
-    ready, ended = times_of(state.events, "ready"), times_of(state.events, "all_committed")
-    first = min(ready)
-    simulated, _ = seconds_shared(dataclasses.replace(case, ups=tuple(sorted(time - first for time in ready))))
-    return ended[-1] - first, simulated, [share.num_rows for share in state.speed.replicas]
-
-
-def compare_with_real(folder: pathlib.Path) -> None:
-    """Print a table of the cases in REAL."""
-    print("| rows | replicas | lengths | real, s | simulated, s | real / simulated | rows by replica |")
-    print("| ---: | ---: | --- | ---: | ---: | ---: | --- |")
-    for rows, replicas, lengths in REAL:
-        constant_s = LONG_STEP_S if lengths == "equal" else STEP_S
-        case = Case(rows, replicas, "0", lengths, "constant", constant_s=constant_s)
-        real, simulated, shares = run_real(case, folder)
-        said = ", ".join(map(str, shares))
-        print(f"| {rows:,} | {replicas} | {lengths} | {real:.2f} | {simulated:.2f} | {real / simulated:.3f} | {said} |",
-              flush=True)  # fmt: skip
-
-
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     numbers = map(int, args.rows.split(",")) if args.rows else ROWS
     replicas = [int(number) for number in args.replicas.split(",")] if args.replicas else REPLICAS
@@ -431,11 +361,7 @@ def main() -> None:
     parser.add_argument("--num-cached", type=int, default=1 << 30, help="requests that the cache holds")
     parser.add_argument("--list", action="store_true", help="a line for each case")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--real", type=pathlib.Path, metavar="FOLDER", help="run real processes in this folder")
     args = parser.parse_args()
-    if args.real is not None:
-        compare_with_real(args.real)
-        return
     with multiprocessing.Pool(args.jobs) as pool:
         outcomes = list(pool.imap(run, cases(args), chunksize=8))
     if args.list:

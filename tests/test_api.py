@@ -184,7 +184,7 @@ def tell(status):
     if status.state == "running":
         os.kill(os.getpid(), signal.SIGINT)
 
-before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda *_: print("mine"))
     before[1] = signal.getsignal(signal.SIGTERM)
@@ -192,7 +192,7 @@ try:
     batchinf.run(sys.argv[1], progress=tell, quiet=True)
 except batchinf.Interrupted as error:
     print(str(error).splitlines()[0])
-assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 assert not psutil.Process().children(recursive=True)
 if sys.argv[2] == "own":
     os.kill(os.getpid(), signal.SIGTERM)

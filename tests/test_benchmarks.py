@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "house.py",
     "run.py top20 --estimate",
     "run.py small-top20 --shape tiny --rows 40 --rivals '' --scripted 0.01 --out {out}",
-    "degrees.py llama-3.1-8b llama-2-7b,memory_gb=17.97,context=512 --gpus 2 --estimate --out {out}",
     "plan.py tiny --tasks generate --seconds 0.2 --out {out}",
 ])  # fmt: skip
 def test_a_benchmark_runs(command: str, tmp_path: pathlib.Path) -> None:

@@ -1,27 +1,22 @@
-"""Requests to stop: signals, Slurm's time limit, and how much time each leaves. The coordinator acts on them.
+"""Requests to stop: signals, and how much time each leaves. The coordinator acts on them.
 
 A signal while a job is opened ends it at once (`interruptible`). While it runs, replicas admit nothing more and drain
 for as long as the request allows. Replicas ignore signals: their coordinator tells them to stop. Python gives signals
-to the main thread only, so a job on another thread has its own requests: an event, and Slurm's time limit.
+to the main thread only, so a job on another thread has a request of its own: an event.
 """
 
 import contextlib
 import math
-import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-from batchinf.base.errors import Interrupted, SpecError
+from batchinf.base.errors import Interrupted
 
 # People and schedulers send these to a job's whole process tree.
-SENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# The process's own timer, which goes off ahead of Slurm's time limit.
-_TIMER = signal.SIGALRM
-STOP_SIGNALS = (*SENT_SIGNALS, _TIMER)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Stands for the event of a job in Python; no signal has this number.
 _EVENT = 0
 
@@ -33,11 +28,6 @@ _TERM_DRAIN_S = 20.0
 _TERM_END_S = 25.0
 # How long replicas may take beyond their drain to write their parts and end.
 ENDING_S = 10.0
-
-_END_TIME = "SLURM_JOB_END_TIME"
-_START_TIME = "SLURM_JOB_START_TIME"
-_SECONDS = re.compile("[1-9][0-9]{0,11}")
-_LONGEST_S = 10.0**9
 
 
 class _ThreadRequests(threading.local):
@@ -64,7 +54,7 @@ _is_put_off = False
 
 def request_name(number: int) -> str:
     """The name of a request, for people."""
-    return {_TIMER: "Slurm's time limit", _EVENT: "request"}.get(number) or signal.Signals(number).name
+    return "request" if number == _EVENT else signal.Signals(number).name
 
 
 class StopAskedFor(KeyboardInterrupt):
@@ -74,9 +64,8 @@ class StopAskedFor(KeyboardInterrupt):
 class StopRequests:
     """The requests to stop so far; the one that leaves the least time counts. Times are monotonic, in seconds."""
 
-    def __init__(self, drain_timeout_s: float, stop_before_s: float) -> None:
+    def __init__(self, drain_timeout_s: float) -> None:
         self._drain_timeout_s = drain_timeout_s
-        self._stop_before_s = stop_before_s
         # A library may have swallowed an interruption while the job was opened; it still counts.
         self._heard = _requests.heard if _requests.is_open else []
         self._event = _requests.event
@@ -124,15 +113,11 @@ class StopRequests:
         number = min(self._heard, key=lambda heard: heard[1] + self._drain_s(heard[0]))[0]
         if self._drain_s(number) == self._drain_timeout_s:
             return f"{leaves}: a larger value keeps more"
-        if number == _TIMER:
-            return f"stop_before_s is {self._stop_before_s:g} s, and {leaves}: larger values keep more"
         return f"{request_name(number)} leaves them {self._drain_s(number):g} s; after SIGINT or SIGUSR1, {leaves}"
 
     def _drain_s(self, number: int) -> float:
         if number == signal.SIGTERM:
             return min(self._drain_timeout_s, _TERM_DRAIN_S)
-        if number == _TIMER:
-            return min(self._drain_timeout_s, max(0.0, self._stop_before_s - ENDING_S))
         return self._drain_timeout_s
 
     def _end_s(self, number: int) -> float:
@@ -233,51 +218,3 @@ def shielded() -> Iterator[None]:
         if _is_put_off and not _shields:
             _is_put_off = False
             raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def ahead_of_time_limit(stop_before_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    """In a Slurm job, ask for a stop `stop_before_s` before its time limit. Raises SpecError for a shorter limit.
-
-    A kernel timer sends a signal, so a job that is still being opened stops too. On another thread than the main one,
-    or if the program uses the signal itself, only a job that runs stops.
-    """
-    left_s = seconds_left(stop_before_s, say, os.environ)
-    if left_s is None:
-        yield
-        return
-    left_s = min(max(left_s, 1e-3), _LONGEST_S)
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and hasattr(signal.getsignal(_TIMER), "is_batchinf"):
-        signal.setitimer(signal.ITIMER_REAL, left_s)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return
-    heard = _requests.heard
-    timer = threading.Timer(min(left_s, threading.TIMEOUT_MAX), lambda: heard.append((_TIMER, time.monotonic())))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def seconds_left(stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str]) -> float | None:
-    """Seconds until the stop, negative if that time is past; None without a limit."""
-    text = environment.get(_END_TIME)
-    if text is None:
-        return None
-    if not _SECONDS.fullmatch(text):
-        say(f"warning: {_END_TIME} is {text[:60]!r}, not seconds since 1970: the job does not stop ahead of that time")
-        return None
-    start = environment.get(_START_TIME, "")
-    # The job would stop at once and be queued again, forever.
-    if _SECONDS.fullmatch(start) and 0 < int(text) - int(start) <= stop_before_s:
-        raise SpecError(
-            f"stop_before_s: got {stop_before_s:g}, but Slurm gives this job {int(text) - int(start)} s in all: ask it "
-            "for more (sbatch --time), or set stop_before_s lower, such as --set stop_before_s=30"
-        )
-    return int(text) - stop_before_s - time.time()

@@ -116,7 +116,7 @@ class Coordinator:
         self._is_judged = spec.max_error_rate >= HOPELESS_RATE
         # From the first replica that found the disk full or the input changed. The others would report the same.
         self._fatal: UserError | None = None
-        self.requests = StopRequests(spec.drain_timeout_s, spec.stop_before_s)
+        self.requests = StopRequests(spec.drain_timeout_s)
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
         if self._mirror is not None:

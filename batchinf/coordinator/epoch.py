@@ -16,7 +16,6 @@ from batchinf.base.errors import (
 )
 from batchinf.base.process import on_thread
 from batchinf.base.slices import check_place, job_folder, read_cut, source_folder
-from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
 from batchinf.coordinator.begin import NOTHING_NEW, committed_state, has_more
@@ -137,10 +136,7 @@ def _held(
 ) -> Iterator[tuple[JobLock, int]]:
     """The lock of a job, held, and the number of the epoch that begins."""
     lock, take_over = _lock_of(folder, mirror)
-    with (
-        ahead_of_time_limit(file.spec.stop_before_s, display.say),
-        lock.held(take_over, display.say) as number,
-    ):
+    with lock.held(take_over, display.say) as number:
         if file.slice is not None:
             # A slice that begins now may not be seen by a process that is about to move the whole folder.
             await_free(Folder(file.spec.output.folder), display.say)

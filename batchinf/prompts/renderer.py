@@ -100,7 +100,7 @@ class Renderer:
         self._column = spec.prompt_column
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
-        self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
+        self._templates = {field: RowTemplate(text, field, cut, spec.rules) for field, text in _texts(where)}
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
         self.image_columns = tuple(dict.fromkeys(column for _, column in where.image_columns))

@@ -5,6 +5,7 @@ import decimal
 import functools
 import inspect
 import json
+import math
 import re
 import traceback
 import uuid
@@ -20,41 +21,61 @@ from jinja2 import nodes
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error, list_names
 from batchinf.source.types import WrittenNumber
+from batchinf.spec.job import FIRST_RULES
 
 # Far more than any model's context.
 MAX_TEXT_CHARS = 64 << 20
 
 
 class NullPrinted(Exception):
-    """A template prints a null. Jinja2 would print the word None."""
+    """A template prints a null or NaN. Jinja2 would print the words None and nan."""
 
 
 class TooMuchText(Exception):
     """A template makes more text than any model accepts."""
 
 
+class Absent(jinja2.StrictUndefined):
+    """A column that a row does not have. It prints as little as a null, and is false like a null in `x or ''`."""
+
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return False
+
+
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of templates over rows: nothing is random, and printing a null is an error."""
 
-    intercepted_binops = frozenset({"*"})
+    intercepted_binops = frozenset({"*", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, rules: int) -> None:
+        """rules: see `JobSpec.rules`."""
+        self.is_by_first_rules = rules == FIRST_RULES
         super().__init__(
-            undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_refuse_unprintable
+            undefined=jinja2.StrictUndefined if self.is_by_first_rules else Absent,
+            autoescape=False,
+            keep_trailing_newline=True,
+            finalize=_refuse_unprintable if self.is_by_first_rules else _refuse_missing,
         )
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = _tojson
+        self.filters[_PRINTED] = _refuse_missing
+        self.filters[_ALL_PRINTED] = _refuse_missing_items
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See jinja2. A row may give the factor, so a text is not repeated beyond the limit."""
-        if max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
+        if operator == "*" and max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
             raise TooMuchText
+        if operator == "%" and isinstance(left, str) and not self.is_by_first_rules:
+            _refuse_missing_items(right if isinstance(right, tuple) else (right,))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
         moment = getattr(__obj, "__self__", None)
         name = getattr(__obj, "__name__", "")
+        formats = name == "format" and not __self.is_by_first_rules
+        if formats and isinstance(getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None), str):
+            _refuse_missing_items([*args, *kwargs.values()])
         is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
         if (is_class and name in _OF_THE_CLOCK) or (
             isinstance(moment, datetime.date) and _is_local(moment, name, args)
@@ -76,9 +97,29 @@ def _is_local(moment: datetime.date, name: str, args: tuple[Any, ...]) -> bool:
     return (name == "timestamp" and not has_zone) or (name == "astimezone" and not (has_zone and args))
 
 
+_WITHOUT_NAN = "{{ x if x == x else '' }} would print nothing"
+
+
+def _is_nan(value: object) -> bool:
+    """Not a number of a CSV file, which is printed as it stands there."""
+    return type(value) is float and math.isnan(value)
+
+
 def _num_items(sequence: Any, factor: Any) -> int:
     """Length of `sequence * factor`; 0 if the product is a number."""
     return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
+
+
+def _refuse_missing(value: Any) -> Any:
+    """The value, if it can be printed. NaN is what pandas writes into JSON where a value is missing."""
+    if _is_nan(value):
+        raise NullPrinted
+    return _refuse_unprintable(value)
+
+
+def _refuse_missing_items(values: Any) -> Any:
+    """As `_refuse_missing`, for each of these values."""
+    return [_refuse_missing(value) for value in values]
 
 
 def _refuse_unprintable(value: Any) -> Any:
@@ -148,18 +189,21 @@ class RowTemplate:
     value.
     """
 
-    def __init__(self, source: str, field: str, cut: CutFunction | None) -> None:
-        """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered.
+    def __init__(self, source: str, field: str, cut: CutFunction | None, rules: int) -> None:
+        """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered. rules: see
+        `JobSpec.rules`.
 
         Raises SpecError, with the line, for a wrong template.
         """
         # For the messages of error rows: `the template`, or the name of one template of a conversation.
         self._name = "the template" if field == "input.prompt_template" else f"the template {field}"
-        environment = Environment()
+        environment = Environment(rules)
         environment.filters["truncate_tokens"] = functools.partial(_truncate, cut)
         try:
             tree = environment.parse(source)
             self._aliases = _Aliases(tree).aliases
+            if not environment.is_by_first_rules:
+                _TextsOfNulls().visit(tree)
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             match = _SEVERAL_WORDS.search(source)
@@ -185,6 +229,10 @@ class RowTemplate:
             return self._text({**values, **aliased} if aliased else values)
         except NullPrinted:
             nulls = [name for name in self.columns if values.get(name, "") is None]
+            if not nulls and (odd := [name for name in self.columns if _is_nan(values.get(name))]):
+                return RowError(
+                    "null_prompt", f"{self._name} prints a NaN (NaN here: {list_names(odd)}); {_WITHOUT_NAN}"
+                )
             where = f" (null here: {list_names(nulls)})" if nulls else ""
             return RowError("null_prompt", f"{self._name} prints a null{where}; {{{{ x or '' }}}} would print nothing")
         except TooMuchText:
@@ -234,6 +282,41 @@ class _Aliases(jinja2.visitor.NodeTransformer):
                 alias = self.aliases.setdefault(column, f"_column_{len(self.aliases)}")
                 return nodes.Name(alias, "load", lineno=node.lineno)
         return self.generic_visit(node)
+
+
+class _TextsOfNulls(jinja2.visitor.NodeTransformer):
+    """Lets filters that make text of any value, and `~`, refuse a null, of which they would make the word None."""
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:  # noqa: N802 - the name is Jinja2's
+        self.generic_visit(node)
+        is_of_each = node.name == "join" and not (node.args[1:] or node.kwargs)
+        match node.args:
+            case [nodes.Const(value=name)] if node.name == "map":
+                is_of_each = name in _OF_ONE_TEXT
+        if node.node is not None and (is_of_each or node.name in _OF_ONE_TEXT):
+            node.node = _filtered(node.node, _ALL_PRINTED if is_of_each else _PRINTED)
+        if node.name == "format":
+            node.args = [_filtered(value, _PRINTED) for value in node.args]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the name is Jinja2's
+        self.generic_visit(node)
+        node.nodes = [_filtered(value, _PRINTED) for value in node.nodes]
+        return node
+
+
+# Names that no template can write.
+_PRINTED = "printed value"
+_ALL_PRINTED = "printed values"
+# Filters that make a text of their value, whatever it is.
+_OF_ONE_TEXT = (
+    *("capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags"),
+    *("title", "trim", "truncate", "truncate_tokens", "upper", "urlencode", "urlize", "wordcount", "wordwrap"),
+)
+
+
+def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
 def _asked_for(tree: nodes.Template) -> Iterator[str]:

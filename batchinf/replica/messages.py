@@ -157,7 +157,7 @@ class Progress:
     num_answered: int = 0
     """Output rows that the engine finished without an error, so none from the journal."""
     busy_s: float = 0.0
-    """Time in which the engine had requests, in seconds."""
+    """Time in which the engine had requests, in seconds, also in a step that has not ended."""
     num_unstored: int = 0
     """Requests that the engine has finished, and whose results are still being decoded: they are not in `num_rows`."""
     num_inputs: float | None = None

@@ -157,7 +157,8 @@ class Worker:
             counts_output=self.counts_output,
             pipeline_parallel_size=info.settings.get("pipeline_parallel_size", 1),
         )
-        self._busy_s = 0.0
+        # Seconds of all finished steps, and when the running one began: one value, as another thread reads it.
+        self._busy: tuple[float, float | None] = (0.0, None)
         self._image_bytes = 0  # of the requests in the engine
         self._num_finished = 0
         self._shared: dict[Hashable, Completion] = {}
@@ -174,6 +175,7 @@ class Worker:
     def progress(self) -> Progress:
         totals = self.writer.totals
         num_prompt_tokens, num_output_tokens = self._tokens.latest
+        busy_s, began = self._busy
         return Progress(
             num_rows=totals.num_rows,
             errors=dict(totals.errors),
@@ -185,7 +187,7 @@ class Worker:
             engine=self.engine.stats(),
             num_waiting=len(self.ready),
             num_answered=totals.num_answered,
-            busy_s=round(self._busy_s, 3),
+            busy_s=round(busy_s + (0.0 if began is None else time.monotonic() - began), 3),
             num_unstored=max(0, self._num_finished - totals.num_requests),
             num_inputs=round(totals.num_inputs, 6) if self.writer.task.rows_vary else None,
         )
@@ -216,9 +218,11 @@ class Worker:
         if self._deadline is None:
             self._admit()
         if self.engine.num_unfinished():
+            busy_s, _ = self._busy
             began = time.monotonic()
+            self._busy = busy_s, began
             finished = self.engine.step()
-            self._busy_s += time.monotonic() - began
+            self._busy = busy_s + time.monotonic() - began, None
             self._store(finished)
             self._steps += 1
             # An engine may report a first token late, when the request has finished already.

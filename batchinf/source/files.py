@@ -111,8 +111,11 @@ class InputFile:
         return ""
 
     def stamp(self) -> Stamp:
-        """Three numbers. If all are unchanged, the content is unchanged."""
-        return stamp(self.path)
+        """Three numbers. If all are unchanged, the content is unchanged. Raises InputError if there is no file."""
+        try:
+            return stamp(self.path)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def settled_stamp(self) -> Stamp:
         """The stamp as it is now; see the function."""
@@ -127,9 +130,15 @@ class InputFile:
         try:
             return open(self.path, "rb")
         except OSError as error:
-            raise InputError(
-                f"{self.name} cannot be read: {error.strerror}; correct its permissions or its path"
-            ) from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> InputError:
+        if os.path.islink(self.path) and not os.path.exists(self.path):
+            target = os.readlink(self.path)
+            return InputError(
+                f"{self.name} is a link to {target}, which does not exist; restore that, or remove the link"
+            )
+        return InputError(f"{self.name} cannot be read: {error.strerror}; correct its permissions or its path")
 
 
 def stamp(path: str) -> Stamp:

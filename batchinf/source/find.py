@@ -61,7 +61,7 @@ def find_files(input: InputLocation, left_out: LeftOut | None = None) -> tuple[F
         names = data_files(walk(path, left_out), input, left_out, root=path)
         root = path
     elif glob.has_magic(path):
-        names = _by_glob(path)
+        names = _by_glob(input, path)
         root = _root_of(path)
     else:
         raise NoInputError(
@@ -102,8 +102,10 @@ def _root_of(pattern: str) -> str:
     return os.path.dirname(re.split(r"[*?[]", pattern)[0])
 
 
-def _by_glob(path: str) -> list[str]:
-    names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+def _by_glob(input: InputLocation, path: str) -> list[str]:
+    matches = sorted(glob.glob(path, recursive=True))
+    # A link to nothing is refused when it is read. A job that has begun goes on without it.
+    names = [name for name in matches if os.path.isfile(name) or (input.is_new and not os.path.exists(name))]
     if not names:
         raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
     return names

@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, DriftError
+from batchinf.base.errors import BatchinfError, DriftError, InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import (
     FileEntry,
@@ -255,7 +255,7 @@ def _is_there(name: str, entry: FileEntry) -> bool:
         return True
     try:
         return InputFile(name, entry.path).stamp() == entry.stamp
-    except OSError:
+    except InputError:
         return False
 
 

@@ -265,7 +265,7 @@ class JobSpec(Section):
     drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
     """Seconds that running requests get to finish after a signal to stop the job; at most 20 s after SIGTERM."""
     stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
-    """In a Slurm job: stop this many seconds before its time limit, with exit code 75."""
+    """How many seconds before its time limit the script of `batchinf slurm` lets Slurm signal the job to stop."""
     stall_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 900.0
     """Restart a replica if its engine makes no step for this many seconds. Replicas report their steps every second."""
     start_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 1800.0

@@ -16,12 +16,12 @@ import pytest
 import jobs
 from batchinf import cli
 from batchinf.base import stop_signals
-from batchinf.base.errors import Interrupted, SpecError
-from batchinf.base.stop_signals import StopRequests, seconds_left
+from batchinf.base.errors import Interrupted
+from batchinf.base.stop_signals import StopRequests
 
 # About 15 s of work on two replicas, whatever the machine.
 LONG = {"max_num_seqs": 8, "step_s": 0.03}
-TERM, INT, HUP, USR1, TIMER = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,12 @@ TERM, INT, HUP, USR1, TIMER = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
         (0, [TERM], 0, 10),
         (600, [USR1, TERM], 20, 25),
         (600, [TERM, USR1], 20, 25),
-        (600, [TIMER], 80, 90),
-        (30, [TIMER], 30, 40),
-        (600, [TIMER, TERM], 20, 25),
     ],
 )
 def test_what_each_request_leaves_time_for(
     drain_timeout_s: float, heard: list[int], drain_s: float, end_s: float
 ) -> None:
-    requests = StopRequests(drain_timeout_s, stop_before_s=90)
+    requests = StopRequests(drain_timeout_s)
     assert not requests
     assert requests.drain_until == requests.end_by == math.inf
     now = time.monotonic()
@@ -59,7 +56,7 @@ def test_what_each_request_leaves_time_for(
     [([INT], False), ([INT, INT], True), ([TERM, INT], True), ([TERM, TERM], False), ([HUP, HUP, TERM], False)],
 )
 def test_only_ctrl_c_after_another_request_stops_at_once(heard: list[int], is_at_once: bool) -> None:
-    requests = StopRequests(20, 120)
+    requests = StopRequests(20)
     for number in heard:
         requests.note(number)
     assert requests.is_at_once == is_at_once
@@ -68,7 +65,7 @@ def test_only_ctrl_c_after_another_request_stops_at_once(heard: list[int], is_at
 def test_an_interruption_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_signals._requests, "is_open", True)
     monkeypatch.setattr(stop_signals._requests, "heard", [(TERM, time.monotonic())])
-    requests = StopRequests(600, 120)
+    requests = StopRequests(600)
     assert requests
     assert requests.name == "SIGTERM"
 
@@ -246,52 +243,6 @@ def test_a_stop_during_recovery(tmp_path: pathlib.Path) -> None:
     marker.unlink(missing_ok=True)
     jobs.finish(spec)
     assert jobs.rows_of(out) == list(jobs.unhurt())
-
-
-# -- Slurm's time limit ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_job_stops_ahead_of_slurms_time_limit(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "out"
-    spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 40}, drain_timeout_s=0.5, stop_before_s=30)
-    limit = {"SLURM_JOB_START_TIME": str(int(time.time()) - 500), "SLURM_JOB_END_TIME": str(int(time.time()) + 38)}
-    assert_stopped(jobs.start("run", spec, **limit), out, "Slurm's time limit")
-    # Past it, there is no time to open the job.
-    started = len(jobs.events_of(out, "replica_started"))
-    assert_stopped(jobs.start("run", spec, SLURM_JOB_END_TIME=str(int(time.time()) + 20)), out, "Slurm's time limit")
-    assert len(jobs.events_of(out, "replica_started")) == started
-    # A limit that is always too near would stop it, queue it and stop it for ever.
-    limit["SLURM_JOB_END_TIME"] = str(int(limit["SLURM_JOB_START_TIME"]) + 25)
-    refused = jobs.run("run", spec, **limit)
-    assert refused.returncode == 2
-    assert "error: stop_before_s: got 30, but Slurm gives this job 25 s in all" in refused.stderr
-    # Nor is a limit that cannot be read the end of a job.
-    done = jobs.finish(spec, "--set", "scripted.step_s=0", SLURM_JOB_END_TIME="tomorrow")
-    assert "warning: SLURM_JOB_END_TIME is 'tomorrow'" in done.stderr
-    assert jobs.rows_of(out) == list(jobs.unhurt())
-
-
-@pytest.mark.parametrize("text", ["", "0", "-5", "1e9", "Unknown", "NONE", "٣", "9" * 40])
-def test_a_time_limit_that_cannot_be_read_is_a_warning(text: str) -> None:
-    said: list[str] = []
-    assert seconds_left(120, said.append, {"SLURM_JOB_END_TIME": text}) is None
-    [line] = said
-    assert line.startswith("warning: ")
-    assert "\n" not in line
-
-
-def test_how_long_slurm_leaves_to_a_job() -> None:
-    now, said = int(time.time()), list[str]()
-    assert seconds_left(120, said.append, {}) is None
-    for end in (now - 5, now + 100, now + 1000, now + 10**11):
-        limits = {"SLURM_JOB_START_TIME": str(now - 1000), "SLURM_JOB_END_TIME": str(end)}
-        assert seconds_left(120, said.append, limits) == pytest.approx(end - now - 120, abs=2)
-        assert seconds_left(120, said.append, {"SLURM_JOB_END_TIME": str(end)}) == pytest.approx(end - now - 120, abs=2)
-    limits = {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 120)}
-    with pytest.raises(SpecError, match="120 s in all"):
-        seconds_left(120, said.append, limits)
-    assert said == []
 
 
 def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Path) -> None:

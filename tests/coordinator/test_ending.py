@@ -221,13 +221,12 @@ def test_a_stop_before_the_engine_is_up_counts_the_journal(tmp_path: pathlib.Pat
         (20, [signal.SIGINT], "drain_timeout_s leaves them 20 s: a larger value keeps more"),
         (600, [signal.SIGTERM], "SIGTERM leaves them 20 s; after SIGINT or SIGUSR1, drain_timeout_s leaves them 600 s"),
         (5, [signal.SIGTERM], "drain_timeout_s leaves them 5 s: a larger value keeps more"),
-        (99, [signal.SIGALRM], "stop_before_s is 90 s, and drain_timeout_s leaves them 99 s: larger values keep more"),
         (20, [signal.SIGTERM, signal.SIGINT], "a second Ctrl-C loses them, and the results since the last "
          "checkpoint; after one Ctrl-C, drain_timeout_s leaves them 20 s"),
     ],
 )  # fmt: skip
 def test_which_setting_would_have_kept_more(drain_s: float, heard: list[int], words: str) -> None:
-    requests = StopRequests(drain_s, stop_before_s=90)
+    requests = StopRequests(drain_s)
     for number in heard:
         requests.note(number)
     assert requests.advice == words

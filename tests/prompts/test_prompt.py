@@ -1,5 +1,6 @@
 """Row → token ids: each way in which a row can have no prompt, and ids that are the tokenizer's own."""
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer, show
 from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.source.rows import Row
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 COLUMNS = ["id", "prompt", "question", "kind"]
@@ -328,6 +329,60 @@ def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) 
 def test_a_template_that_fails(template: str, error_type: str, message: str) -> None:
     values = {"q": "fox", "nothing": None, "no thing": None, "bad": "\udc80"}
     assert build([values], input={"prompt_template": template}) == [RowError(error_type, message)]
+
+
+# A template that makes a text of `x`, and the text of jobs that began before this was refused, with a null.
+NULLS_MADE_TEXTS = [
+    ("{{ x | trim }}", "None"),
+    ("{{ x | upper }}", "NONE"),
+    ("{{ x | string | replace('o', '0') }}", "N0ne"),
+    ("{{ 'city ' ~ x }}", "city None"),
+    ("{{ [x, y] | join(', ') }}", "None, b"),
+    ("{{ [x, y] | map('title') | join }}", "NoneB"),
+    ("{{ '%s' | format(x) }}", "None"),
+    ("{{ '%s and %s' % (x, y) }}", "None and b"),
+    ("{{ '{} {}'.format(y, x) }}", "b None"),
+    ("{{ x | truncate_tokens(4) | lower }}", "none"),
+    ("{% set z = 'a' ~ x %}{{ z }}", "aNone"),
+]
+
+
+@pytest.mark.parametrize(("template", "before"), NULLS_MADE_TEXTS)
+@pytest.mark.parametrize(("value", "word"), [(None, "null"), (math.nan, "NaN")])
+def test_a_null_never_becomes_a_word(template: str, before: str, value: object, word: str) -> None:
+    section = {"prompt_template": template}
+    [error] = build([{"x": value, "y": "b"}], input=section)
+    assert isinstance(error, RowError)
+    assert error.error_type == "null_prompt"
+    assert error.error_message.startswith(f"the template prints a {word} ({word} here: x); {{{{ x ")
+    begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
+    if value is None:
+        assert Renderer(begun).render(Row(0, {"x": None, "y": "b"})) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ (x or '-') | trim }}{{ y }}", "-b"),
+        ("{% if x %}{{ x }}{% else %}none{% endif %}{{ y }}", "noneb"),
+        ("{{ x | tojson }}{{ y }}", "nullb"),
+        ("{{ 5 % 3 }}{{ [y, y] | join(x or '+') }}", "2b+b"),
+    ],
+)
+def test_a_null_that_the_template_handles(template: str, text: str) -> None:
+    section = {"prompt_template": template}
+    assert Renderer(make_spec(input=section)).render(Row(0, {"x": None, "y": "b"})) == text
+
+
+def test_a_column_that_a_row_does_not_have_is_false_like_a_null() -> None:
+    section = {"prompt_template": "{{ y }}{{ x or '-' }}{% if x %}!{% endif %}"}
+    row = Row(0, {"y": "b"})
+    assert Renderer(make_spec(input=section)).render(row) == "b-"
+    begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
+    before = Renderer(begun).render(row)
+    assert before == RowError("template_error", "the template failed at line 1: 'x' is undefined")
+    printed = Renderer(make_spec(input={"prompt_template": "{{ y }}{{ x }}"})).render(row)
+    assert printed == RowError("template_error", "the template failed at line 1: 'x' is undefined")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.lines import EventLine
@@ -57,6 +58,28 @@ def test_phases_and_rates() -> None:
     assert without_rows.periods == (Period("0", "idle", 0.0, 20.0),)
     assert sum(one.output_tokens_per_s * (one.stop_s - one.start_s) for one in found.throughput) == pytest.approx(1000)
     assert [one.output_tokens_per_s for one in found.throughput if 11 < one.start_s < 18] == [pytest.approx(100)] * 6
+
+
+@pytest.mark.parametrize(
+    ("step_s", "own"),
+    [
+        (0.5, {"input": {"limit": 8}, "sampling": {"max_tokens": 4}}),
+        (4.0, {"input": {"limit": 16, "text_column": "prompt"}, "sampling": None, "task": "score"}),  # several samples
+    ],
+)
+def test_the_engine_of_a_real_run_is_busy_for_at_least_its_steps(
+    step_s: float, own: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """It sleeps in each step, so a slow machine only adds to the time. Half of it bears how far apart samples are."""
+    scripted = {"step_s": step_s, "vary_lengths": False}
+    jobs.finish(jobs.spec_of(tmp_path, **{**own, "scripted": scripted, "parallel": {"data_parallel_size": 1}}))
+    looks = [*read_looks(Folder(tmp_path / "out"))]
+    [last] = looks[-1]["replicas"]
+    assert last["steps"] >= 2 and last["busy_s"] >= last["steps"] * step_s - 0.001
+    found = timeline({"": (lambda: looks, list(jobs.state_of(tmp_path / "out").events))})
+    assert found is not None
+    [phases] = found.phases.values()
+    assert phases["busy"] >= last["steps"] * step_s / 2
 
 
 def test_a_long_step_is_busy_and_broken_lines_are_left_out(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import stores
 from inputs import refusal
 
 import jobs
-from batchinf.base.errors import InputError
+from batchinf.base.errors import InputError, UserError
 from batchinf.job.columns import column_warnings
 from batchinf.job.open import open_job
 from batchinf.source import left_out
@@ -62,6 +62,34 @@ def test_what_a_folder_leaves_out_is_said(tmp_path: pathlib.Path) -> None:
     (tmp_path / "in/dataset_info.json").unlink()
     with pytest.raises(InputError, match=r"has no jsonl file; 2023: a link to a folder is not followed; a glob"):
         opened(tmp_path, {}, format="jsonl")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "txt", "parquet", "arrow", "png"])
+@pytest.mark.parametrize("path", ["in", "in/*"])
+def test_a_link_to_nothing_is_refused_by_name(path: str, ending: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / f"in/b.{ending}").symlink_to("gone")
+    said = rf"^b\.{ending} is a link to gone, which does not exist; restore that, or remove the link$"
+    with pytest.raises(InputError, match=said):
+        opened(tmp_path, {f"a.{ending}": b""}, path=str(tmp_path / path))
+
+
+@pytest.mark.parametrize("path", ["in", "in/*"])
+def test_a_job_that_began_with_a_link_that_leads_nowhere(path: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "target").write_bytes(ROW)
+    (tmp_path / "in/b.jsonl").symlink_to(tmp_path / "target")
+    location = InputLocation(str(tmp_path / path))
+    begun = opened(tmp_path, {"a.jsonl": ROW}, path=location.path)
+    (tmp_path / "target").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"b\.jsonl is a link to .*target, which does not exist|is gone: b\.jsonl"):
+        open_source(location, tmp_path / "cache", begun.fingerprints)
+    # Where a glob passed over such a link, the job still does.
+    (tmp_path / "in/b.jsonl").unlink()
+    (tmp_path / "moved").rename(tmp_path / "in/b.jsonl")
+    (tmp_path / "in/c.jsonl").symlink_to("gone")
+    if path == "in/*":
+        assert open_source(location, tmp_path / "cache", begun.fingerprints).num_rows == 2
 
 
 def test_a_folder_behind_a_url_says_it_too(tmp_path: pathlib.Path) -> None:

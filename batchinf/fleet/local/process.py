@@ -17,7 +17,7 @@ import traceback
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
 from batchinf.base.process import leave
-from batchinf.base.stop_signals import SENT_SIGNALS
+from batchinf.base.stop_signals import STOP_SIGNALS
 from batchinf.fleet.local.channel import Channel
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
@@ -33,7 +33,7 @@ def end_group() -> None:
 def main() -> None:
     """Entry point of the process."""
     # The coordinator decides when to stop. Signals to the whole process tree must not end a replica.
-    for number in SENT_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     while not (messages := channel.receive(None)):

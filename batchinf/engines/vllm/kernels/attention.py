@@ -3,7 +3,7 @@
 FlashAttention 3 runs one thread block on each multiprocessor, which handles one request and head after the other, in
 tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For contexts of a few hundred tokens a tile
 waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
-work while others wait. `benchmarks/attention.py` compares both. FlashAttention does steps that also read prompts.
+work while others wait. benchmarks/RESULTS.md compares both. FlashAttention does steps that also read prompts.
 
 A program reads all tokens of a request, one after the other. If one request of many has tens of thousands of tokens,
 FlashAttention is faster (`long_requests.py`).
