@@ -19,8 +19,9 @@ import batchinf
 import jobs
 from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init.columns import look_at
-from batchinf.commands.init.init import _TAKEN, PURPOSES, InitRequest, has_chat_template, write_spec
+from batchinf.commands.init.init import _TAKEN, InitRequest, has_chat_template, write_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.purposes import PURPOSES
 from batchinf.tasks.registry import task_of
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
