@@ -58,6 +58,8 @@ class Scoring:
     """Why the row's own value is no choice."""
     neutral: tuple[Span, ...] = ()
     """The same choices after the neutral context; empty if the job has none."""
+    joined: str | None = None
+    """The first scored text that has a token in common with its context, so that its beginning is not scored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,9 @@ WRONG = [
     Wrong("answer without choices", {**SCORE, "input": {"text_column": "prompt", "answer_column": "id"}},
           "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the right one of them: "
           "leave it out"),
+    Wrong("answers without a column", {**SCORE, "input": {"context_column": "prompt", "choices": ["a", "b"],
+                                                          "answers": "texts"}},
+          "job.yaml:8:3: input.answers: got texts without input.answer_column, whose values it is about: leave it out"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "
           "name the column of the text after it in continuation_column"),
@@ -415,7 +418,7 @@ WRONG = [
           "job.yaml: input: missing; must be a mapping of fields (path, job, format, csv, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, tools_column, tools, tool_choice, "
           "parallel_tool_calls, images_column, images, token_ids_column, text_column, context_column, "
-          "continuation_column, choices_column, choices, answer_column, query_column, documents_column, "
+          "continuation_column, choices_column, choices, answer_column, answers, query_column, documents_column, "
           "document_column, system_prompt, chat_template, "
           "chat_template_kwargs, add_generation_prompt, "
           "continue_final_message, apply_chat_template, on_overlong, adapter_column, "

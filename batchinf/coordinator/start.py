@@ -395,7 +395,7 @@ def _error_row_lines(job: Job, positions: Sequence[int], builder: PromptBuilder)
     lengths = counts.summary()
     yield from (line.removeprefix("  ") for line in lengths.error_lines())
     yield from lengths.error_rate_warning(job.spec.max_error_rate)
-    yield from counts.wrong_answer_warning()
+    yield from counts.scoring_warnings()
 
 
 def _groups(positions: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -39,7 +39,8 @@ def with_known_length(
         length = rounded(job, longest)
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
     file = with_length(prepared.file, length)
-    spec = prepared.spec.model_copy(update={"engine": file.spec.engine})
+    where = prepared.spec.input.model_copy(update={"answers": job.spec.input.answers})
+    spec = prepared.spec.model_copy(update={"engine": file.spec.engine, "input": where})
     return replace(prepared, file=file, spec=spec)
 
 

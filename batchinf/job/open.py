@@ -95,6 +95,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         file = _with_task(file, state)
         file = with_length(file, began_as.get("engine.max_model_len"))
         file = replace(file, spec=_with_backend(file.spec, began_as))
+        file = replace(file, spec=_with_answers(file.spec, began_as))
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         began_with = str(began_as.get("model", "")) if is_same else ""
@@ -227,6 +228,14 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
         return file
     spec = file.spec.model_copy(update={"engine": {**file.spec.engine, "max_model_len": length}})
     return replace(file, spec=spec)
+
+
+def _with_answers(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
+    """The spec with the meaning of the answers that a job began with, in place of `auto`."""
+    if spec.input.answers != "auto":
+        return spec
+    answers = began_as.get("input.answers", "auto")
+    return spec.model_copy(update={"input": spec.input.model_copy(update={"answers": answers})})
 
 
 def _with_tool_parser(task: type[Task], spec: JobSpec, model: Model) -> JobSpec:
@@ -375,9 +384,11 @@ def open_input(
             [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
+        if state is None and prepared.spec.rules > FIRST_RULES:
+            prepared = replace(prepared, spec=prepared.task.settle(prepared.spec, source))
         spec = prepared.spec
         of_input = form_of_input(spec, location_of(spec))
-        if spec.rules > FIRST_RULES:
+        if spec.rules > FIRST_RULES and state is None:
             refuse_unused(spec, of_input)
         for message in unused_fields(spec, of_input=of_input):
             say(f"note: {message}; this job has begun, so the field is passed over")

@@ -42,7 +42,6 @@ class Gpu:
 
 # Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: as PyTorch gives it, which is
 # what nvidia-smi shows less what the driver keeps. It differs by up to 1 % between drivers; these are of recent ones.
-# docs/memory.md has the same memory.
 # name, title, MiB, GB/s of the memory, TFLOP/s in (bf16, fp16, fp8), compute capability, GB/s of NVLink, both sources
 _GPUS = [
     ("b200", "B200 SXM", 182_631, 8000, (2250, 2250, 4500), (10, 0), 900,

@@ -128,6 +128,9 @@ class LengthCounts:
     num_wrong_answers: int = 0
     """Rows whose answer is no choice."""
     first_wrong_answer: str = ""
+    num_joined: int = 0
+    """Rows of which a scored text has a token in common with its context."""
+    first_joined: str = ""
 
     def add(self, prompt: Prompt) -> None:
         if (error := prompt.error) is not None:
@@ -139,19 +142,28 @@ class LengthCounts:
             self.num_wrong_answers += 1
             first = f"Row {prompt.row_index}: {prompt.scoring.answer_error}"
             self.first_wrong_answer = self.first_wrong_answer or first
+        if prompt.scoring is not None and prompt.scoring.joined is not None:
+            self.num_joined += 1
+            self.first_joined = self.first_joined or f"Row {prompt.row_index}: {prompt.scoring.joined}"
         length = len(prompt.token_ids)
         self.lengths.append(length)
         self.num_truncated += prompt.is_truncated
         max_tokens = self.max_tokens if prompt.sampling is None else prompt.sampling.max_tokens
         self.num_tight += max_tokens is not None and self.room is not None and length + max_tokens > self.room
 
-    def wrong_answer_warning(self) -> Iterator[str]:
-        """A warning of rows whose answers are no choices."""
+    def scoring_warnings(self) -> Iterator[str]:
+        """Warnings of rows whose answers are no choices, and of rows whose scored texts are not scored as a whole."""
         if self.num_wrong_answers:
             yield (
                 f"warning: {self.num_wrong_answers:,} of {len(self.lengths):,} sampled rows have values in "
                 "input.answer_column that are no choices; `run` scores them, and their answer is null. "
                 f"{self.first_wrong_answer}"
+            )
+        if self.num_joined:
+            yield (
+                f"warning: in {self.num_joined:,} of {len(self.lengths):,} sampled rows a token joins the end of the "
+                "context and the beginning of the scored text, which is not scored; a space in score.target_delimiter "
+                f"may part them. {self.first_joined}"
             )
 
     def summary(self) -> PromptLengths:

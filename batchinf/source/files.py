@@ -57,6 +57,9 @@ def say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+FIRST_RULES = 1  # of jobs that began before rules had numbers; `source` does not know the spec
+
+
 @dataclass(frozen=True, slots=True)
 class InputLocation:
     """Where the rows are."""

@@ -10,12 +10,22 @@ from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
 from batchinf.base.places import folder_problem, is_bucket
-from batchinf.base.text import list_names, near_path
+from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, COMPRESSED, file_format, format_by_ending
-from batchinf.source.left_out import LeftOut, note_others, refuse_captions, refuse_table, refuse_twins, walk
+from batchinf.source.left_out import (
+    NOT_FILES,
+    LeftOut,
+    in_words,
+    note_folders,
+    note_others,
+    refuse_captions,
+    refuse_table,
+    refuse_twins,
+    walk,
+)
 
 # The pandas function that reads a file of an unsupported format, for the error message.
 _PANDAS = {
@@ -61,8 +71,8 @@ def find_files(input: InputLocation, left_out: LeftOut | None = None) -> tuple[F
         names = data_files(walk(path, left_out), input, left_out, root=path)
         root = path
     elif glob.has_magic(path):
-        names = _by_glob(input, path)
         root = _root_of(path)
+        names = _by_glob(input, path, root, {} if left_out is None else left_out)
     else:
         raise NoInputError(
             f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"
@@ -102,12 +112,19 @@ def _root_of(pattern: str) -> str:
     return os.path.dirname(re.split(r"[*?[]", pattern)[0])
 
 
-def _by_glob(input: InputLocation, path: str) -> list[str]:
+def _by_glob(input: InputLocation, path: str, root: str, left_out: LeftOut) -> list[str]:
     matches = sorted(glob.glob(path, recursive=True))
     # A link to nothing is refused when it is read. A job that has begun goes on without it.
     names = [name for name in matches if os.path.isfile(name) or (input.is_new and not os.path.exists(name))]
+    below = {name: os.path.relpath(name, root or ".") for name in matches}
+    folders = [name for name in matches if os.path.isdir(name)]
+    note_folders((below[name] for name in folders), (below[name] for name in names), left_out, input.path)
+    if devices := [below[name] for name in matches if _is_device(name)]:
+        left_out[NOT_FILES] = devices
     if not names:
-        raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
+        raise NoInputError(
+            f"no file matches {path}{in_words(left_out)}; correct the glob, or put it in quotes if a shell expanded it"
+        )
     return names
 
 
@@ -131,9 +148,8 @@ def data_files(
     note_others({*names} - {*files}, left_out, is_named=input.format is not None, root=root)
     if not files:
         compressed = " or ".join(COMPRESSED)
-        others = "".join(f"; {list_names(some)}: {remark}" for remark, some in left_out.items())
         what = input.format or "data"
-        raise InputError(f"{input.path} has no {what} file{others}; {ALLOWED} ({compressed} may follow)")
+        raise InputError(f"{input.path} has no {what} file{in_words(left_out)}; {ALLOWED} ({compressed} may follow)")
     return files
 
 

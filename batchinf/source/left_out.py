@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import list_names
 from batchinf.source.files import COMPRESSIONS, InputFile
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.images import Images
@@ -23,6 +24,7 @@ LeftOut = dict[str, list[str]]
 UNKNOWN = "no row is made of a file with an unknown ending"
 NOT_FILES = "not read, as it is a pipe or a device"
 LINKS = "a link to a folder is not followed; a glob follows it, such as `{path}/**/*.jsonl`"
+FOLDERS = "a glob does not read the files of a folder; `{path}/*` does, or give the path of the folder"
 JSON = "not read beside files of another format; `input.format: json` reads these files alone"
 PICTURES = "no row is made of a picture beside other data; `input.format: images` makes one of each"
 
@@ -68,6 +70,21 @@ def note_others(names: Iterable[str], left_out: LeftOut, *, is_named: bool, root
         else:
             continue
         left_out.setdefault(remark, []).append(name if root is None else os.path.relpath(name, root))
+
+
+def note_folders(folders: Iterable[str], files: Iterable[str], left_out: LeftOut, path: str) -> None:
+    """Note the folders that a glob matches, if it matches no file in them. Spark and Dask name folders `x.jsonl`.
+
+    files: that the glob matches. Both are names below the same folder.
+    """
+    read = {file[:end] for file in files for end, sign in enumerate(file) if sign == "/"}
+    if unread := sorted({folder.rstrip("/") for folder in folders} - read):
+        left_out[FOLDERS.format(path=path.rstrip("/"))] = unread
+
+
+def in_words(left_out: LeftOut) -> str:
+    """What was left out, to follow a message."""
+    return "".join(f"; {list_names(names)}: {remark}" for remark, names in left_out.items())
 
 
 def refuse_twins(files: Sequence[InputFile], path: str) -> None:

@@ -19,7 +19,7 @@ from batchinf.base.errors import BatchinfError, InputError
 from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat
-from batchinf.source.left_out import LeftOut, refuse_listed_table, refuse_twins
+from batchinf.source.left_out import LeftOut, in_words, note_folders, refuse_listed_table, refuse_twins
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by which fsspec reads these URLs
 UNKNOWN = -1  # in a stamp: the file system does not give this number
@@ -173,13 +173,26 @@ def _chosen(
     if not is_glob and path in listing:
         return {re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path: path}
     places = {name: place for place in listing if (name := _name(path, place))}
-    if is_glob and not places:
-        raise InputError(f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it")
     if is_glob:
-        return {name: places[name] for name in sorted(places)}
+        return _matched(input, places, listing, {} if left_out is None else left_out)
     if input.is_new:
         refuse_listed_table(places, input.path)
     names = data_files(itertools.filterfalse(_HIDDEN.search, places), input, left_out)
+    return {name: places[name] for name in names}
+
+
+def _matched(
+    input: InputLocation, places: Mapping[str, str], listing: Mapping[str, Any], left_out: LeftOut
+) -> dict[str, str]:
+    """The files that a glob matches; see `_chosen`."""
+    names = sorted(name for name, place in places.items() if listing[place].get("type") == "file")
+    folders = (name for name, place in places.items() if listing[place].get("type") == "directory")
+    note_folders(folders, names, left_out, input.path)
+    if not names:
+        raise InputError(
+            f"no file matches {input.path}{in_words(left_out)}; correct the URL, or put it in quotes if a shell "
+            "expanded it"
+        )
     return {name: places[name] for name in names}
 
 
@@ -209,13 +222,12 @@ def _is_of_obstore(scheme: str) -> bool:
 
 
 def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
-    """The listing's entry of each wanted file, by its path."""
+    """The listing's entry of each wanted file, by its path; of a glob also those of folders that it matches."""
     is_http = _protocol(system) in _HTTP
     if _is_glob(system, path):
         if is_http:  # fails if the server does not answer; `glob` would find no files
             system.ls(re.split(r"[*[]", path)[0].rpartition("/")[0] + "/", detail=False)
-        matches = system.glob(path, detail=True)
-        return {place: info for place, info in matches.items() if info.get("type") == "file"}
+        return dict(system.glob(path, detail=True))
     if is_http and path.endswith("/"):
         walked = system.walk(path, on_error="raise", detail=True)
         return {info["name"]: info for _, _, files in walked for info in files.values()}

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 else:
     FormatName = Literal[FORMAT_NAMES]
 
+# What the column of answers has.
+Answers = Literal["auto", "texts", "places", "places_from_1"]
+
 # A spec gives at most one of these.
 PROMPT_FORMS = (
     "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
@@ -210,6 +213,9 @@ class InputSpec(Section):
     answer_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the right choice: its text, or its place from 0; null if it is unknown.
     If `choices` are whole numbers, an answer is one of them and no place."""
+    answers: Annotated[Answers, IDENTITY] = "auto"
+    """Task `score`: what `answer_column` has: `texts` of choices, `places` from 0, or `places_from_1`. `auto`: what all
+    answers of the input show when the job begins."""
     query_column: Annotated[Text | None, IDENTITY] = None
     """Task `rerank`: the column with the query. It replaces the other forms of prompt."""
     documents_column: Annotated[Text | None, IDENTITY] = None

@@ -170,6 +170,11 @@ class Task(abc.ABC):
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
         return spec
 
+    @classmethod
+    def settle(cls, spec: JobSpec, source: Source) -> JobSpec:
+        """The spec with all values that depend on the rows of the whole input. Called when a job begins."""
+        return spec
+
     def check_input(self) -> None:  # noqa: B027  # most tasks run all formats
         """Raise SpecError if the task cannot run this input format. Called when the input is open."""
 

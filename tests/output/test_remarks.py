@@ -139,7 +139,8 @@ def said_of(out: pathlib.Path) -> list[str]:
         f"accuracy: best {jobs.share_said(found.num_right, found.num_answered)}, best_per_token "
         f"{jobs.share_said(found.num_right_per_token, found.num_answered)}, best_per_byte "
         f"{jobs.share_said(found.num_right_per_byte, found.num_answered)} of {found.num_answered} rows; "
-        f"{NUM_ROWS - found.num_answered} other rows are error rows, or have no answer or no scores",
+        f"input.answers: places; {NUM_ROWS - found.num_answered} other rows are error rows, or have no answer or no "
+        "scores",
         f"warning: the prompts of {num_doubled} input rows begin with two BOS tokens: ",
     ]
 
@@ -193,14 +194,15 @@ def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_report_has_only_the_counts_of_answers(job: dict[str, Any]) -> None:
     said = json.loads(to_json(job_status(str(job["out"]))))["totals"]["task_counts"]
-    assert said == counted(jobs.rows_of(job["out"]))
+    rows = jobs.rows_of(job["out"])
+    assert said == {**counted(rows), "num_places": sum(row["answer"] is not None for row in rows)}
 
 
 def test_slices_are_summed(job: dict[str, Any]) -> None:
     state = jobs.state_of(job["out"])
     found = accuracy(jobs.rows_of(job["out"]) * 2)
     others = f"{2 * NUM_ROWS - found.num_answered} other rows are error rows, or have no answer or no scores"
-    assert remarks([state] * 2)[0] == f"accuracy: {found}; {others}"
+    assert remarks([state] * 2)[0] == f"accuracy: {found}; input.answers: places; {others}"
 
 
 def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path: pathlib.Path) -> None:
@@ -223,8 +225,8 @@ def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: path
     score = {"task": "score", "sampling": None, "input": {**input, "answer_column": "label"}}
     done = jobs.finish(jobs.spec_of(tmp_path, output={"keep_columns": []}, **score))
     line = (
-        "warning: 2 output rows have values in input.answer_column that are no choices: they are scored, their answer "
-        "is null, and answer_error says why"
+        "warning: 2 output rows have values in input.answer_column that are no choices (input.answers: texts): they "
+        "are scored, their answer is null, and answer_error says why"
     )
     assert line in done.stdout
     rows = jobs.rows_of(tmp_path / "out")
@@ -232,7 +234,7 @@ def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: path
     assert [row["best"] is not None for row in rows] == [True] * 4
     assert [row["error_type"] for row in rows] == [None] * 4
     assert [row["answer_error"] is None for row in rows] == [True, False, False, True]
-    assert rows[1]["answer_error"].startswith("got 'Pos' in column 'label'; expected the text of a choice")
+    assert rows[1]["answer_error"].startswith("got 'Pos' in column 'label'; expected one of input.choices (pos, neg)")
     assert "cut at the left" not in done.stdout
     status = json.loads(jobs.run("status", tmp_path / "out", "--json").stdout)
     assert status["totals"]["task_counts"]["num_wrong_answers"] == 2
@@ -249,3 +251,24 @@ def test_contexts_that_are_cut_are_counted(tmp_path: pathlib.Path) -> None:
     line = "warning: the context of 2 output rows was cut at the left end to fit (prompt_truncated)"
     assert line in done.stdout and line in jobs.run("status", tmp_path / "out").stdout
     assert [row["prompt_truncated"] for row in jobs.rows_of(tmp_path / "out")] == [False, True, True]
+
+
+def test_tokens_that_join_context_and_text_are_counted(tmp_path: pathlib.Path) -> None:
+    pairs = [("looked", " down"), ("looked do", "wn and saw h"), ("", "wn"), ("do", "wn there"), (None, "x")]
+    lines = (json.dumps({"id": number, "c": c, "t": t}) for number, (c, t) in enumerate(pairs))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    input = {"path": str(tmp_path / "rows.jsonl"), "context_column": "c", "continuation_column": "t"}
+    spec = jobs.spec_of(
+        tmp_path, task="score", sampling=None, input=input, output={"keep_columns": []}, max_error_rate=1.0
+    )
+    done = jobs.finish(spec)
+    assert [row["is_joined"] for row in jobs.rows_of(tmp_path / "out")] == [False, True, False, True, None]
+    line = (
+        "warning: 2 output rows have a token that joins the end of the context and the beginning of the scored text, "
+    )
+    assert line in done.stdout and line in jobs.run("status", tmp_path / "out").stdout
+    first = "part them. Row 1: 'looked do' + 'wn and saw h' scores ' and saw h'"
+    for text in (done.stderr, jobs.run("validate", spec).stdout):
+        assert "warning: in 2 of 4 sampled rows a token joins" in text and first in text
+    jobs.finish(spec, "--set", f"output.path={tmp_path / 'apart'}", "--set", "score.target_delimiter=' '")
+    assert not any(row["is_joined"] for row in jobs.rows_of(tmp_path / "apart"))

@@ -7,11 +7,10 @@ import torch  # noqa: F401  # with these two here, models are counted in this pr
 import transformers  # noqa: F401
 from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8, QWEN3_VL_8B
 
-import jobs
 from batchinf.model.identity import Model
 from batchinf.model.memory import Fit, needs_of
 from batchinf.planning.degrees import Machine, that_fit
-from batchinf.planning.gpus import GPUS, gpu_named
+from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Workload, prediction_of, shape_of
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
@@ -123,11 +122,3 @@ def test_the_speed_with_images_is_near_that_of_the_measurement() -> None:
     work = Workload(4000, prompt_tokens=351, output_tokens=64, longest_output=64)
     seconds = prediction_of(fit, shape, gpu=gpu, work=work, share=0.92).seconds
     assert 4000 / seconds == pytest.approx(75.4, rel=0.25)
-
-
-def test_the_page_has_the_memory_of_each_gpu_with_its_source() -> None:
-    lines = (jobs.ROOT / "docs" / "memory.md").read_text().splitlines()
-    table = [line for line in lines[lines.index("| `--gpu` | GPU | GiB | source |") + 2 :] if line.startswith("| `")]
-    assert table == [
-        f"| `{gpu.name}` | {gpu.title} | {gpu.memory_bytes / GIB:.2f} | {gpu.memory_source} |" for gpu in GPUS.values()
-    ]

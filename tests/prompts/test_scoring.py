@@ -245,6 +245,32 @@ def test_a_continuation_that_is_joined_with_its_context_is_an_error_that_says_so
     assert prompt.error is None
 
 
+JOINED = [
+    ({"c": "looked do", "x": ["wn and saw h"]}, "", "'looked do' + 'wn and saw h' scores ' and saw h'"),
+    ({"c": "looked do ", "x": ["wn and saw h"]}, "", None),
+    ({"c": "looked do", "x": ["wn and saw h"]}, " ", None),
+    ({"c": "looked", "x": [" down", " up"]}, "", None),
+    ({"c": "", "x": ["wn and"]}, "", None),
+    ({"c": "and " * 20 + "looked do", "x": [" it", "wn and saw h"]}, "",
+     "'nd and and looked do' + 'wn and saw h' scores ' and saw h'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "delimiter", "words"), JOINED)
+def test_a_token_that_joins_context_and_text_is_said(values: dict[str, Any], delimiter: str, words: str | None) -> None:
+    """And it is scored all the same, as the harness does."""
+    input = {"context_column": "c", "choices_column": "x"}
+    [prompt] = build("llama", [values], input, target_delimiter=delimiter)
+    assert prompt.scoring is not None and prompt.scoring.joined == words
+    assert spans_of(prompt) == [pair_of("llama", values["c"], delimiter + text) for text in values["x"]]
+
+
+def test_a_neutral_context_may_be_joined_alone() -> None:
+    input = {"context_column": "c", "choices_column": "x"}
+    [prompt] = build("llama", [{"c": "looked", "x": ["wn and", " up"]}], input, neutral={"c": "looked do"})
+    assert prompt.scoring is not None and prompt.scoring.joined == "'looked do' + 'wn and' scores ' and'"
+
+
 def test_choices_may_be_json_and_an_answer_unknown() -> None:
     input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
     listed, text = build("llama", [{"c": "Q", "a": None, "x": x} for x in (["a", "b c"], '["a", "b c"]')], input)

@@ -92,6 +92,37 @@ def test_a_job_that_began_with_a_link_that_leads_nowhere(path: str, tmp_path: pa
         assert open_source(location, tmp_path / "cache", begun.fingerprints).num_rows == 2
 
 
+def test_folders_that_a_glob_matches_are_said(tmp_path: pathlib.Path) -> None:
+    """Spark and Dask write folders with the endings of files."""
+    path = str(tmp_path / "in/*.jsonl")
+    os.mkfifo(tmp_path / "x.jsonl")
+    source = opened(tmp_path, {"a.jsonl": ROW, "b.jsonl/part-0.jsonl": ROW, "c/d.jsonl": ROW}, path=path)
+    assert (source.num_rows, source.remarks) == (1, {left_out.FOLDERS.format(path=path): ["b.jsonl"]})
+    assert opened(tmp_path, {}, path=f"{path}/*").num_rows == 1
+    whole = opened(tmp_path, {}, path=str(tmp_path / "in/**/*.jsonl"))
+    assert (whole.num_rows, whole.remarks) == (3, {})
+    (tmp_path / "x.jsonl").rename(tmp_path / "in/x.jsonl")
+    assert opened(tmp_path, {}, path=path).remarks[left_out.NOT_FILES] == ["x.jsonl"]
+    (tmp_path / "in/a.jsonl").unlink()
+    with pytest.raises(
+        InputError, match=r"no file matches .*; b\.jsonl: a glob does not read the files of a folder; `.*/\*"
+    ):
+        opened(tmp_path, {}, path=path)
+
+
+@pytest.mark.usefixtures("store_of_this_process")
+def test_folders_of_a_bucket_that_a_glob_matches_are_said(url: str, tmp_path: pathlib.Path) -> None:
+    for name in ("a.jsonl", "b.jsonl/part-0.jsonl", "c/d.jsonl"):
+        stores.put(f"{url}/in/{name}", ROW)
+    path = f"{url}/in/*.jsonl"
+    source = open_source(InputLocation(path), tmp_path / "cache")
+    assert (source.num_rows, source.remarks) == (1, {left_out.FOLDERS.format(path=path): ["b.jsonl"]})
+    whole = open_source(InputLocation(f"{url}/in/**/*.jsonl"), tmp_path / "whole")
+    assert (whole.num_rows, whole.remarks) == (3, {})
+    with pytest.raises(InputError, match=r"no file matches .*; b\.jsonl: a glob does not read the files of a folder"):
+        open_source(InputLocation(f"{url}/in/b*"), tmp_path / "none")
+
+
 def test_a_folder_behind_a_url_says_it_too(tmp_path: pathlib.Path) -> None:
     memory = fsspec.filesystem("memory")
     for name in ("a.jsonl", "b.jl", "_delta_log/0.json"):

@@ -1,6 +1,8 @@
 import contextlib
+import datetime
 import pathlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +31,29 @@ def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
         for columns in (["a.b", "p"], ["a", "p"], ["a", "a.b"]):  # the reader keeps what it has read
             [row] = source.read_columns(0, 1, columns).to_pylist()
             assert row == {name: {"a": {"b": "inside", "c": 1}, "a.b": "beside", "p": "x"}[name] for name in columns}
+
+
+@pytest.mark.parametrize("group_rows", [2, 30_000], ids=["read directly", "spooled"])
+def test_times_in_96_bits_keep_their_year(group_rows: int, tmp_path: pathlib.Path) -> None:
+    """Spark, Hive and Impala write them. As nanoseconds, the end of time would be the year 1816."""
+    times = [
+        datetime.datetime(9999, 12, 31),
+        datetime.datetime(1, 1, 1),
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 456789),
+    ]
+    times += [times[2]] * (group_rows if group_rows > parquet.GROUP_ROWS else 0)
+    table = pa.table({"t": pa.array(times, pa.timestamp("us")), "l": pa.array([[t] for t in times])})
+    pq.write_table(table, tmp_path / "x.parquet", group_rows, use_deprecated_int96_timestamps=True)
+    location = InputLocation(str(tmp_path / "x.parquet"))
+    for _ in range(2):  # the second time, by what the cache has of it
+        with contextlib.closing(open_source(location, tmp_path / "cache")) as source:
+            assert [row["t"] for row in source.read_columns(0, 3, ["t"]).to_pylist()] == times[:3]
+            assert [row.values for row in source.read(1, 3)] == [{"t": t, "l": [t]} for t in times[1:3]]
+            assert [*source.remarks] == ["INT96 timestamps (t, l) are read to the microsecond"]
+    # A job that has begun keeps the values with which it began.
+    with contextlib.closing(open_source(replace(location, rules=1), tmp_path / "cache")) as source:
+        assert source.schema.field("t").type == pa.timestamp("ns")
+        assert str(source.read_columns(0, 1, ["t"])["t"][0]).startswith("1816-03-29")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,9 @@ def test_killed_and_gone_on_with(tmp_path: pathlib.Path, input: dict[str, str]) 
 def test_answers_are_counted_only_if_the_task_has_them() -> None:
     rows = pa.table(
         {"answer": [0, 1, None], "best": [0, 0, 0], "best_per_token": [0, 1, 1], "best_per_byte": [1, 1, 1]}
-    ).append_column("prompt_truncated", pa.array([False] * 3))
+    )
+    for name in ("prompt_truncated", "is_joined"):
+        rows = rows.append_column(name, pa.array([False] * 3))
     # A kept column with the name of a winner that the task does not have.
     rows = rows.append_column("best_pmi", pa.array(["x"] * 3))
     counts = task_of(CHOICES).count(rows)

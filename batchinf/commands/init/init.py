@@ -28,7 +28,7 @@ _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")  # a column that a Jinja2 template can name
 # Columns that the outputs have themselves. A kept column of such a name gets another one.
 _TAKEN = re.compile(
-    "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|logits|embedding|ranking|relevance_.*|prompt.*"
+    "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|is_joined|logits|embedding|ranking|relevance_.*|prompt.*"
     "|num_.*|error_.*|best.*|bits_.*|logprob.*|.*_reason|.*_logprobs?|.*token_ids|.*ranks"
     "|image_.*|choice_.*|answer_.*|unrendered_.*|tool_calls|request|query_.*|embeddings",
     re.IGNORECASE,  # SQL takes `Text` and `text` for one column

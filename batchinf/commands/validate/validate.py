@@ -243,7 +243,7 @@ def _sample_findings(
     yield from (Remark("structure", text) for text in structures.lines())
     yield from _warnings(lengths.error_rate_warning(job.spec.max_error_rate))
     yield from _warnings(empty.warnings())
-    yield from _warnings(counts.wrong_answer_warning())
+    yield from _warnings(counts.scoring_warnings())
     return lengths
 
 

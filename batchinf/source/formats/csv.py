@@ -26,6 +26,7 @@ from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
+    FIRST_RULES,
     LINE_ENDS,
     MAX_LINE_BYTES,
     CsvDialect,
@@ -49,7 +50,6 @@ from batchinf.source.types import (
     with_twins,
 )
 
-_FIRST_RULES = 1  # of jobs that print the number of a field, not the field; see `JobSpec.rules`
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
 _TAB = "\t"
@@ -73,7 +73,7 @@ class Csv(FileFormat):
         """See `InputLocation`."""
         self._dialect = dialect or CsvDialect()
         self._text_columns = text_columns
-        self.prints_fields = rules != _FIRST_RULES
+        self.prints_fields = rules != FIRST_RULES
 
     @property
     def key(self) -> str:
@@ -105,6 +105,16 @@ class Csv(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:
             return [dict.fromkeys(self._rows(file, _Hashed(stream)).header)]
+
+    def refuse_headless(self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema) -> None:
+        """See `FileFormat`. Redshift, Snowflake, Hive and `split` write parts without a header."""
+        others = [name for name, own in new.items() if own.names and not {*own.names} & {*columns.names}]
+        if columns.names and others and self.prints_fields:
+            raise InputError(
+                f"{list_names(others)}: the first line names no column of {first}, which has "
+                f"{list_names(columns.names)}; if it is a row, it would be lost: write the header as the first line of "
+                "each file, or narrow the path"
+            )
 
     def _rows(self, file: InputFile, stream: io.RawIOBase) -> "_Rows":
         return _Rows(file, stream, self._dialect, is_by_first_rules=not self.prints_fields)

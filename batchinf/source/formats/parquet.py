@@ -16,9 +16,10 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
+from batchinf.base.text import list_names
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
-from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_bytes
+from batchinf.source.files import BLOCK_BYTES, FIRST_RULES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
     SAMPLED_ROWS,
@@ -30,7 +31,7 @@ from batchinf.source.formats.base import (
     spans,
 )
 from batchinf.source.ranges import RangedFile, RangeReader
-from batchinf.source.types import MixedTypes, cast_column, plain_schema
+from batchinf.source.types import MixedTypes, cast_column, plain_schema, with_remark
 
 GROUP_ROWS = 20_000  # a row group up to this size is read directly
 GROUP_BYTES = 64 << 20
@@ -48,10 +49,21 @@ class Parquet(FileFormat):
     is_read_by_ranges = True
     hashes_all = False
 
+    def __init__(self, rules: int | None = None) -> None:
+        """rules: see `InputLocation`."""
+        self._wraps_int96 = rules == FIRST_RULES
+
+    @property
+    def key(self) -> str:
+        return self.name if self._wraps_int96 else _WHOLE_INT96
+
+    def for_input(self, input: InputLocation) -> FileFormat:
+        return Parquet(input.rules)
+
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
         metadata = pq.read_metadata(absolute(file.path))
-        schema = plain_schema(metadata.schema.to_arrow_schema())
+        schema = _schema_of(file, metadata, self.key)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
         _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
@@ -101,7 +113,7 @@ class Parquet(FileFormat):
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
-        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as parquet:
+        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, **_int96(self.key)) as parquet:
             for group in chosen:
                 rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
                 # As many runs from each group, at least one, one after the other.
@@ -116,12 +128,12 @@ class Parquet(FileFormat):
 
     def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
         metadata = pq.read_metadata(absolute(file.path))
-        schema = plain_schema(metadata.schema.to_arrow_schema())
+        schema = _schema_of(file, metadata, self.key)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
         with _opened(file, joins=True) as opened:
-            num_rows = spool(_batches(opened, metadata, batch_rows), schema, scratch)
+            num_rows = spool(_batches(opened, metadata, batch_rows, self.key), schema, scratch)
         check_num_rows(file.name, metadata.num_rows, [num_rows])
         return opened.taken()
 
@@ -167,12 +179,34 @@ for number, path in enumerate(json.load(sys.stdin)):
 """
 
 
-def _batches(file: DigestedFile, metadata: pq.FileMetaData, batch_rows: int) -> Iterator[pa.RecordBatch]:
+# The format of files whose INT96 timestamps are read as microseconds. Spark, Hive and Impala write such timestamps. In
+# nanoseconds, as pyarrow reads them otherwise, 9999-12-31 wraps around to the year 1816.
+_WHOLE_INT96 = "parquet by rules 2"
+
+
+def _int96(key: str) -> dict[str, str]:
+    """The option of `ParquetFile` for files of this format's key."""
+    return {"coerce_int96_timestamp_unit": "us"} if key == _WHOLE_INT96 else {}
+
+
+def _schema_of(file: InputFile, metadata: pq.FileMetaData, key: str) -> pa.Schema:
+    """The columns, with a remark if timestamps lose digits."""
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    names = dict.fromkeys(column.path.partition(".")[0] for column in columns if column.physical_type == "INT96")
+    if not names:
+        return plain_schema(metadata.schema.to_arrow_schema())
+    with ParquetFile(file.path, metadata=metadata, **_int96(key)) as parquet:
+        schema = plain_schema(parquet.schema_arrow)
+    words = f"INT96 timestamps ({list_names(list(names))}) are read to the microsecond"
+    return with_remark(schema, words) if key == _WHOLE_INT96 else schema
+
+
+def _batches(file: DigestedFile, metadata: pq.FileMetaData, batch_rows: int, key: str) -> Iterator[pa.RecordBatch]:
     # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
     # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
     repeated = _repeated_columns(metadata)
-    parquet = ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated)
-    with parquet:
+    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "read_dictionary": repeated, **_int96(key)}
+    with ParquetFile(file, metadata=metadata, **options) as parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
 
@@ -248,6 +282,7 @@ class _ParquetReader(ColumnarReader):
         self._path = file.path
         self._input = file
         self._content = entry.content
+        self._options = _int96(entry.format)
         self._digests = digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
 
@@ -273,7 +308,8 @@ class _ParquetReader(ColumnarReader):
         metadata = pq.read_metadata(absolute(self._path))
         repeated = _repeated_columns(metadata)
         self._bytes = _opened(self._input)
-        self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
+        options = {"pre_buffer": False, "read_dictionary": repeated, **self._options}
+        self._file = ParquetFile(self._bytes, metadata=metadata, **options)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]
         self._may_be_wide = _may_be_wide(metadata)

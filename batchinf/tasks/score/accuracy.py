@@ -7,22 +7,27 @@ from dataclasses import dataclass, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.spec.input import Answers
+from batchinf.tasks.score.answers import MEANINGS
+
 ANSWER = "answer"
 ANSWER_ERROR = "answer_error"
 BEST_PMI = "best_pmi"
 WINNERS = ("best", "best_per_token", "best_per_byte")
 
 
-def count_answers(rows: pa.Table | pa.RecordBatch) -> dict[str, int]:
+def count_answers(rows: pa.Table | pa.RecordBatch, answers: Answers = "auto") -> dict[str, int]:
     """The counts of rows with the columns `answer` and `WINNERS`, and perhaps `answer_error` and `BEST_PMI`.
 
     num_answered: rows with an answer and with scores. num_wrong_answers: rows with an `answer_error`: their value in
     the column of answers is no choice. num_right, …_per_token, …_per_byte, …_pmi: rows whose winners are the answer.
+    num_texts, num_places, num_places_from_1: rows with a value in that column, by `input.answers`.
     """
     answer = rows.column(ANSWER)
     has_error = ANSWER_ERROR in rows.schema.names
     best, per_token, per_byte = (_num(pc.equal(answer, rows.column(name))) for name in WINNERS)
     pmi = {"num_right_pmi": _num(pc.equal(answer, rows.column(BEST_PMI)))} if BEST_PMI in rows.schema.names else {}
+    num_given = _num(pc.or_(answer.is_valid(), rows.column(ANSWER_ERROR).is_valid())) if has_error else 0
     return {
         # A failed row has no winner. A row with NaN among its scores has no winner either.
         "num_answered": _num(pc.and_(answer.is_valid(), rows.column(WINNERS[0]).is_valid())),
@@ -31,6 +36,7 @@ def count_answers(rows: pa.Table | pa.RecordBatch) -> dict[str, int]:
         "num_right_per_token": per_token,
         "num_right_per_byte": per_byte,
         **pmi,
+        **({f"num_{answers}": num_given} if answers != "auto" and num_given else {}),
     }
 
 
@@ -81,13 +87,15 @@ class Accuracy:
 
 def answer_lines(num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
     """The accuracy, and a warning of rows whose value in the column of answers is no choice, if there are any."""
+    decided = next((f"input.answers: {answers}" for answers in MEANINGS if f"num_{answers}" in counts), "")
     if (accuracy := Accuracy.of(num_rows, counts)) is not None:
         num_others = num_rows - accuracy.num_answered
         are = "other row is an error row, or has" if num_others == 1 else "other rows are error rows, or have"
-        yield f"accuracy: {accuracy}" + (f"; {num_others:,} {are} no answer or no scores" if num_others else "")
+        others = [f"{num_others:,} {are} no answer or no scores"] if num_others else []
+        yield "; ".join([f"accuracy: {accuracy}", *([decided] if decided else []), *others])
     if num_wrong := counts.get("num_wrong_answers"):
         have, are = ("row has a value", "is no choice") if num_wrong == 1 else ("rows have values", "are no choices")
         yield (
-            f"warning: {num_wrong:,} output {have} in input.answer_column that {are}: they are scored, their answer is "
-            "null, and answer_error says why"
+            f"warning: {num_wrong:,} output {have} in input.answer_column that {are}{f' ({decided})' * bool(decided)}: "
+            "they are scored, their answer is null, and answer_error says why"
         )

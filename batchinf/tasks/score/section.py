@@ -109,6 +109,9 @@ def _check_input(where: InputSpec) -> None:
     if where.answer_column is not None and not has_choices(where):
         raise wrong("got it without choices_column or choices; it is the right one of them: leave it out",
                     "input.answer_column")  # fmt: skip
+    if where.answers != "auto" and where.answer_column is None:
+        raise wrong(f"got {where.answers} without input.answer_column, whose values it is about: leave it out",
+                    "input.answers")  # fmt: skip
     if where.is_batch_file:
         raise wrong("got openai with task score; its lines have prompts and nothing to score", "input.format")
     if where.on_overlong != "error":

@@ -40,6 +40,7 @@ from batchinf.tasks.columns import (
 from batchinf.tasks.compare import ComparedColumns
 from batchinf.tasks.row_groups import RowGroups
 from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, BEST_PMI, WINNERS, Accuracy, answer_lines, count_answers
+from batchinf.tasks.score.answers import MEANINGS, answers_in
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
 from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
 
@@ -47,7 +48,10 @@ from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_
 _MOST_IN_ONE_PASS = 128
 # Columns that are means of others.
 _NEUTRAL_SUMS = "choice_neutral_logprob_sums"
+IS_JOINED = "is_joined"
 _MEANS = ("logprob_mean", "perplexity", "bits_per_byte")
+# Counts of rows → the columns that mark them.
+_FLAGS = {"num_cut": "prompt_truncated", "num_joined": IS_JOINED}
 
 
 class Score(Task):
@@ -100,6 +104,21 @@ class Score(Task):
             raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
                             f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
         return spec
+
+    @classmethod
+    def settle(cls, spec: JobSpec, source: Source) -> JobSpec:
+        """See `Task`. Decides `input.answers`."""
+        where = spec.input
+        if where.answer_column is None or where.answers != "auto":
+            return spec
+        return spec.model_copy(update={"input": where.model_copy(update={"answers": answers_in(where, source)})})
+
+    def describe(self) -> str:
+        """See `Task`."""
+        where = self.spec.input
+        if where.answers == "auto":
+            return ""
+        return f"task: score; the answers in '{where.answer_column}' are {MEANINGS[where.answers]}"
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """See `Task`. Texts are scored without a chat template, and `ScorePrompts` decides about BOS."""
@@ -286,7 +305,7 @@ class Score(Task):
     def _schema(self, scores: Fields) -> pa.Schema:
         where = self.spec.input
         answer = [(ANSWER, pa.int32()), (ANSWER_ERROR, pa.string())] if where.answer_column is not None else []
-        context = [] if where.text_column is not None else [("num_context_tokens", pa.int32())]
+        context = [("num_context_tokens", pa.int32()), (IS_JOINED, pa.bool_())] if where.text_column is None else []
         return result_schema(self.spec, [*scores, *answer, *context], may_truncate=where.text_column is None)
 
     @property
@@ -313,10 +332,11 @@ class Score(Task):
         own = {ANSWER, ANSWER_ERROR, *self._winner_names} - self.left_out
         own_rows = rows.select([name for name in rows.schema.names if name in own])
         counts = super().count(rows) or {}
-        counts |= count_answers(own_rows) if has_answers else {}
-        if self.spec.input.text_column is None and "prompt_truncated" not in self.left_out:
-            num_cut = pc.sum(rows.column("prompt_truncated"), min_count=0).as_py()
-            counts |= {"num_cut": num_cut} if num_cut else {}
+        counts |= count_answers(own_rows, self.spec.input.answers) if has_answers else {}
+        for name, column in _FLAGS.items():
+            if self.spec.input.text_column is None and column not in self.left_out:
+                num_rows = pc.sum(rows.column(column), min_count=0).as_py()
+                counts |= {name: num_rows} if num_rows else {}
         return counts or None
 
     @classmethod
@@ -328,6 +348,12 @@ class Score(Task):
                 f"warning: the context of {counted(num_cut, 'output row')} was cut at the left end to fit "
                 "(prompt_truncated), so instructions there may be gone; shorten the text with truncate_tokens, or put "
                 "the instructions behind it"
+            )
+        if num_joined := counts.get("num_joined"):
+            verb = "has" if num_joined == 1 else "have"
+            yield (
+                f"warning: {counted(num_joined, 'output row')} {verb} a token that joins the end of the context and "
+                f"the beginning of the scored text, which is not scored ({IS_JOINED}); docs/tasks.md says what to do"
             )
 
     @classmethod
@@ -397,6 +423,9 @@ def _prompt_columns(results: Sequence[Result], parts: Sequence[tuple[Sequence[Sp
     return {
         ANSWER: pa.array([scoring.answer for scoring in scorings], pa.int32()),
         ANSWER_ERROR: pa.array([scoring.answer_error for scoring in scorings], pa.string()),
+        IS_JOINED: pa.array(
+            [scoring.joined is not None if scoring.spans else None for scoring in scorings], pa.bool_()
+        ),
         "num_prompt_tokens": pa.array(num_run, pa.int32()),
         "num_context_tokens": pa.array([span and span.start for span in first], pa.int32()),
     }
