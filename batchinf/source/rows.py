@@ -114,6 +114,8 @@ def _of_files(
             refuse_pointers(files)
         scanner = Scanner(format, cache, digests, input.say)
         version, scanned = first_version(scanner, files)
+        if input.is_new:
+            _refuse_headless(format, scanned, version)
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
@@ -245,7 +247,17 @@ def _again(
     if addition is None:
         return scanner, versions, compared.usable
     version, scanned = addition
+    _refuse_headless(format, scanned, version)
     return scanner, [*versions, version], scanned
+
+
+def _refuse_headless(format: FileFormat, scanned: Mapping[int, ScannedFile], version: InputVersion) -> None:
+    """See `FileFormat`. The new files are those that the version adds."""
+    schemas = {text: schema_of(text) for text in {entry.schema for _, entry in scanned.values()}}
+    own = {number: schemas[entry.schema] for number, (_, entry) in scanned.items()}
+    first = next((number for number, schema in sorted(own.items()) if schema.names), 0)
+    new = {added.name: own[added.file] for added in version.added if added.first_row == 0}
+    format.refuse_headless(new, scanned[first][0].name, own[first])
 
 
 def _cover(scanner: Scanner, scanned: Mapping[int, ScannedFile]) -> None:

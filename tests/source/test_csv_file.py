@@ -1,6 +1,7 @@
 import csv
 import pathlib
 import re
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -45,6 +46,67 @@ def test_a_header_in_cp1252(tmp_path: pathlib.Path) -> None:
     remedy = re.escape("if the file is in cp1252, write `input.csv: {encoding: cp1252}`")
     with pytest.raises(InputError, match=f"x.csv: its header is not UTF-8: byte 0xdf at byte 7; {remedy}"):
         open_source(InputLocation(str(path)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a.csv": "id,text\n1,a\n", "b.csv": "2,b\n"},
+            "b.csv: the first line names no column of a.csv, which has id, te",
+        ),
+        (
+            {"a.csv": "", "b.csv": "1,a\n2,b\n", "c.csv": "id,text\n"},
+            "c.csv: the first line names no column of b.csv, which",
+        ),
+        (
+            {"a.tsv": "id\ttext\n1\ta\n", "p=1/b.tsv": "2\tb\n3\tc\n", "p=2/c.tsv": "4\td\n"},
+            "p=1/b.tsv, p=2/c.tsv: the",
+        ),
+        (
+            {
+                "a.csv": "id,text\n1,a\n",
+                "b.csv": "text,id\nb,2\n",
+                "c.csv": "text,more\nc,2\n",
+                "d.csv": "",
+                "e.csv": "\n",
+            },
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["in", "in/**/*.?sv"])
+def test_files_without_a_header(files: dict[str, str], path: str, message: str | None, tmp_path: pathlib.Path) -> None:
+    for name, content in files.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(content)
+    location = InputLocation(str(tmp_path / path))
+    if message is None:
+        assert open_source(location, tmp_path / "cache").num_rows == 3
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        open_source(location, tmp_path / "cache")
+    # A job that has begun goes on.
+    begun = open_source(replace(location, is_new=False), tmp_path / "cache")
+    assert open_source(location, tmp_path / "cache", begun.fingerprints).num_rows == begun.num_rows
+
+
+def test_a_file_without_a_header_that_comes_later(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_text("id,text\n1,a\n")
+    location = InputLocation(str(tmp_path / "in"))
+    by_first_rules = replace(location, rules=1)
+    begun = open_source(location, tmp_path / "cache").fingerprints
+    began_long_ago = open_source(by_first_rules, tmp_path / "old").fingerprints
+    (tmp_path / "in/b.csv").write_text("2,b\n3,c\n")
+    message = (
+        r"^b\.csv: the first line names no column of a\.csv, which has id, text; if it is a row, it would be lost: "
+    )
+    with pytest.raises(InputError, match=message):
+        open_source(location, tmp_path / "cache", begun, "take")
+    assert open_source(by_first_rules, tmp_path / "old", began_long_ago, "take").num_rows == 2
+    (tmp_path / "in/b.csv").write_text("text,id\nb,2\n")
+    assert open_source(location, tmp_path / "cache", begun, "take").num_rows == 2
 
 
 def opened(tmp_path: pathlib.Path, content: bytes, dialect: CsvDialect | None = None, name: str = "x.csv") -> Source:

@@ -199,6 +199,12 @@ class FileFormat(InputFormat, abc.ABC):
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
 
+    def refuse_headless(self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema) -> None:
+        """Raise `InputError` if new files may lack a header, so that their first row would be lost.
+
+        new: the columns of each file by its name. first: the name of the input's first file, which has `columns`.
+        """
+
     def has_quick_rows(self, file: InputFile) -> bool:
         """Whether the scan of a file needs only its end, for a format with `is_read_by_ranges`."""
         return False

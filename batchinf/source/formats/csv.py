@@ -106,6 +106,16 @@ class Csv(FileFormat):
         with open_bytes(file) as stream:
             return [dict.fromkeys(self._rows(file, _Hashed(stream)).header)]
 
+    def refuse_headless(self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema) -> None:
+        """See `FileFormat`. Redshift, Snowflake, Hive and `split` write parts without a header."""
+        others = [name for name, own in new.items() if own.names and not {*own.names} & {*columns.names}]
+        if columns.names and others and self.prints_fields:
+            raise InputError(
+                f"{list_names(others)}: the first line names no column of {first}, which has "
+                f"{list_names(columns.names)}; if it is a row, it would be lost: write the header as the first line of "
+                "each file, or narrow the path"
+            )
+
     def _rows(self, file: InputFile, stream: io.RawIOBase) -> "_Rows":
         return _Rows(file, stream, self._dialect, is_by_first_rules=not self.prints_fields)
 
