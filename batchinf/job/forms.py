@@ -1,4 +1,4 @@
-"""Which fields have an effect for which forms of input and prompts. New jobs refuse a field that would have none."""
+"""Which fields have an effect for which forms of input, prompts and jobs. New jobs refuse one that would have none."""
 
 import os
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from batchinf.base.errors import SpecError
 from batchinf.prompts.openai.lines import CHAT_URL
 from batchinf.source.find import is_dataset
 from batchinf.source.formats.huggingface import has_splits, is_saved
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import JobSpec, RaySpec
+from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.registry import task_type
+from batchinf.tasks.score.task import Score
 
 HUB = "a dataset of the hub"
 SPLITS = "a saved dataset with splits"
@@ -25,6 +27,12 @@ PICTURES = "a column or a part of type image"
 IMAGES_IN_ROWS = "conversations in a column"
 PARSER = "a job with model.tool_parser"
 CHOICES = "choices"
+LOGPROBS = "a job with sampling.logprobs, prompt_logprobs or logprob_token_ids"
+SCORED_TOKENS = "task score with output.include_token_logprobs"
+STOPS = "a job with sampling.stop, stop_token_ids or skip_special_tokens: false"
+OUTPUT_TOKENS = "task generate"
+BUCKET = "a job with a bucket as output.path"
+RAY = "a job with backend: ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +56,30 @@ _USES = (
     _Use("input.parallel_tool_calls", (PARSER,), "leave it out, or name the parser in model.tool_parser"),
     _Use("score.one_pass", (CHOICES,)),
     _Use("score.add_bos_token", (TEXT,)),
+    _Use("sampling.logprobs_mode", (LOGPROBS,)),
+    _Use("sampling.include_stop_str_in_output", (STOPS,)),
+    _Use("output.logprobs_dtype", (LOGPROBS, SCORED_TOKENS)),
+    _Use("output.include_token_ids", (OUTPUT_TOKENS,)),
+    _Use("output.store_timeout_s", (BUCKET,)),
+    *(_Use(f"ray.{name}", (RAY,), "leave it out, or set backend: ray") for name in RaySpec.model_fields),
 )
 
 
 def unused_fields(spec: JobSpec, *, of_input: str) -> list[str]:
     """A message about each field that the spec sets and nothing uses. of_input: see `form_of_input`."""
     forms = {of_input, *_forms_of_prompts(spec)}
+    is_job = _forms_of_job(spec)
     messages = []
     for use in _USES:
         section_name, name = use.field.split(".")
         section = getattr(spec, section_name)
         value = getattr(section, name)
-        if value != type(section).model_fields[name].default and not forms & {*use.forms}:
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        if value != default and not any(form in forms or is_job.get(form) for form in use.forms):
             what = of_input if of_input in (FILES, SAVED, SPLITS) and HUB in use.forms else " and ".join(sorted(forms))
+            where = "here" if use.forms[0] in is_job else f"with {what}"
             messages.append(
-                f"{use.field}: got {_shown(value)}, which has no effect with {what}; it is for "
+                f"{use.field}: got {_shown(value)}, which has no effect {where}; it is for "
                 f"{' or '.join(use.forms)}: {use.remedy}"
             )
     return messages
@@ -94,14 +111,31 @@ def _forms_of_prompts(spec: JobSpec) -> set[str]:
         IDS: where.token_ids_column is not None,
         PICTURES: bool(where.image_columns),
         IMAGES_IN_ROWS: where.messages_column is not None,
-        PARSER: spec.model.tool_parser is not None and not where.is_batch_file,
         CHOICES: where.choices_column is not None or where.choices is not None,
     }
     forms = {form for form, holds in conditions.items() if holds}
     return forms if forms & {LINES, LINES_OF_VECTORS, CONVERSATION, IDS} else {*forms, TEXT}
 
 
+def _forms_of_job(spec: JobSpec) -> dict[str, bool]:
+    """The forms of a job besides those of its input and its prompts, and whether this job has them."""
+    sampling = spec.sampling
+    task = task_type(spec)
+    is_generate = issubclass(task, Generate)
+    logprobs = (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids or None)
+    stops = {"stop", "stop_token_ids"} & {*sampling.model_dump(exclude_defaults=True), *sampling.columns}
+    return {
+        PARSER: spec.model.tool_parser is not None and not spec.input.is_batch_file,
+        LOGPROBS: is_generate and logprobs != (None, None, None),
+        SCORED_TOKENS: issubclass(task, Score) and spec.output.include_token_logprobs,
+        STOPS: is_generate and (bool(stops) or not sampling.skip_special_tokens or spec.input.is_batch_file),
+        OUTPUT_TOKENS: is_generate,
+        BUCKET: spec.output.is_bucket,
+        RAY: spec.backend == "ray",
+    }
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, str) else "it"
+    return repr(value) if isinstance(value, str | int | float) else "it"

@@ -388,7 +388,7 @@ def open_input(
             prepared = replace(prepared, spec=prepared.task.settle(prepared.spec, source))
         spec = prepared.spec
         of_input = form_of_input(spec, location_of(spec))
-        if spec.rules > FIRST_RULES:
+        if spec.rules > FIRST_RULES and state is None:
             refuse_unused(spec, of_input)
         for message in unused_fields(spec, of_input=of_input):
             say(f"note: {message}; this job has begun, so the field is passed over")

@@ -1,4 +1,4 @@
-"""A field that has no effect for the form of the input or of the prompts is refused in new jobs."""
+"""A field that has no effect for the form of the input, of the prompts or of the job is refused in new jobs."""
 
 import json
 import pathlib
@@ -44,6 +44,32 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (FILES, {"task": "score", "input.token_ids_column": "t", "input.choices": ["a", "b"],
              "score.add_bos_token": True}, ["score.add_bos_token"]),
     (FILES, {"task": "score", **{f"input.{k}": v for k, v in CHOICES.items()}, "score.one_pass": False}, []),
+    (FILES, {"sampling.logprobs_mode": "raw_logits", "output.logprobs_dtype": "float16"},
+     ["sampling.logprobs_mode", "output.logprobs_dtype"]),
+    *((FILES, {"sampling.logprobs_mode": "raw_logits", "output.logprobs_dtype": "float16", f"sampling.{k}": v}, [])
+      for k, v in {"logprobs": 0, "prompt_logprobs": 0, "logprob_token_ids": [1]}.items()),
+    (FILES, {"task": "score", "input.text_column": "t", "output.logprobs_dtype": "float16"}, []),
+    (FILES, {"task": "score", "input.text_column": "t", "output.logprobs_dtype": "float16",
+             "output.include_token_logprobs": False}, ["output.logprobs_dtype"]),
+    (FILES, {"task": "logits", "output.logprobs_dtype": "float16"}, ["output.logprobs_dtype"]),
+    (FILES, {"sampling.include_stop_str_in_output": True}, ["sampling.include_stop_str_in_output"]),
+    (FILES, {"sampling.include_stop_str_in_output": True, "sampling.bad_words": ["a"]},
+     ["sampling.include_stop_str_in_output"]),
+    *((FILES, {"sampling.include_stop_str_in_output": True, **fields}, []) for fields in (
+        {"sampling.stop": "a"}, {"sampling.stop_token_ids": [1]}, {"sampling.skip_special_tokens": False},
+        {"sampling.columns": {"stop": "s"}}, {"sampling.stop_token_ids": {"column": "s"}}, {"input.format": "openai"})),
+    (FILES, {"task": "logits", "logits.positions": "generated", "sampling.include_stop_str_in_output": True},
+     ["sampling.include_stop_str_in_output"]),
+    (FILES, {"output.include_token_ids": False}, []),
+    *((FILES, {"task": task, "output.include_token_ids": False}, ["output.include_token_ids"])
+      for task in ("embed", "classify", "logits", "hidden_states")),
+    (FILES, {"task": "score", "input.text_column": "t", "output.include_token_ids": False},
+     ["output.include_token_ids"]),
+    (FILES, {"output.store_timeout_s": 5}, ["output.store_timeout_s"]),
+    (FILES, {"output.store_timeout_s": 5, "output.path": "s3://bucket/out"}, []),
+    (FILES, {"ray": {"address": "auto", "resources": {"CPU": 2}}}, ["ray.address", "ray.resources"]),
+    (FILES, {"ray": {"resources": {}}}, []),
+    (FILES, {"ray": {"address": "auto", "resources": {"CPU": 2}}, "backend": "ray"}, []),
 ]  # fmt: skip
 
 
@@ -62,6 +88,29 @@ def test_the_message_says_what_the_field_is_for() -> None:
     fields = {"input.apply_chat_template": False, "input.format": "openai"}
     [message] = unused_fields(read_spec(LEAST, fields).spec, of_input=FILES)
     assert f"got false, which has no effect with files and {LINES}; it is for prompts that are plain text" in message
+
+
+def test_a_field_of_some_jobs_names_them() -> None:
+    fields = {"output.store_timeout_s": 5, "sampling.logprobs_mode": "raw_logits"}
+    assert unused_fields(read_spec(LEAST, fields).spec, of_input=FILES) == [
+        "sampling.logprobs_mode: got 'raw_logits', which has no effect here; it is for a job with sampling.logprobs, "
+        "prompt_logprobs or logprob_token_ids: leave it out",
+        "output.store_timeout_s: got 5.0, which has no effect here; it is for a job with a bucket as output.path: "
+        "leave it out",
+    ]
+
+
+def test_a_resume_on_this_host_passes_over_the_section_of_the_cluster(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs.finish(jobs.spec_of(tmp_path))
+    spec = jobs.spec_of(tmp_path, ray={"resources": {"CPU": 2}})
+    with pytest.raises(
+        SpecError, match=r"ray\.resources: got it, .* for a job with backend: ray: leave it out, or set"
+    ):
+        open_job(read_spec(spec), tmp_path / "cache")
+    open_job(read_spec(spec), tmp_path / "cache", jobs.state_of(tmp_path / "out")).source.close()
+    assert "note: ray.resources: got it, which has no effect here" in capsys.readouterr().err
 
 
 def test_a_new_job_refuses_them_and_one_that_began_passes_over_them(
