@@ -37,7 +37,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.places import bucket_and_prefix
 from batchinf.base.process import on_thread
 from batchinf.base.storage import create
-from batchinf.base.text import clip
+from batchinf.base.store_errors import NO_BUCKET, is_refused, no_credentials, one_line, remedy
 
 NEEDS_OBSTORE = "a bucket needs the package obstore: install it with pip install 'batchinf[buckets]'"
 PATIENCE_S = 60.0
@@ -54,6 +54,7 @@ _SLACK = 8  # other requests share the link: four parts, a bundle of the journal
 _READ_BYTES = 4 << 20
 _NUM_AT_ONCE = 16
 _TIDY_PATIENCE_S = 5.0
+_BEHIND = re.compile("InvalidRange|status code: 416")
 _PART_BYTES = 8 << 20
 _MOST_PARTS = 9000  # S3 takes 10,000
 _NUM_PARTS_AT_ONCE = 4
@@ -159,14 +160,14 @@ class Bucket:
         except ObjectTooLargeError:
             raise
         except FileNotFoundError as error:
-            is_there = not _NO_BUCKET.search(str(error))
+            is_there = not NO_BUCKET.search(str(error))
             raise FileNotFoundError(
                 "does not exist" if is_there else "does not exist: there is no such bucket"
             ) from None
         except Exception as error:
             if missing := no_credentials(error):
                 raise PermissionError(missing) from None
-            if _is_refused(error):
+            if is_refused(error):
                 raise PermissionError(f"the store refused it: {one_line(error)}") from None
             raise StoreError(one_line(error)) from None
 
@@ -215,7 +216,7 @@ class Bucket:
             try:
                 return self._etag_of(self._put(name, data, self._only_if(etag)))
             except Exception as error:
-                if _remedy(error):
+                if remedy(error):
                     raise
                 there = self._read(name)
                 if there is not None and there.data != data and there.etag == etag:
@@ -276,7 +277,7 @@ class Bucket:
             try:
                 self._put(name, content, mode)
             except Exception as error:
-                if _remedy(error):
+                if remedy(error):
                     raise
                 digest, there = self._digest(name, error)
                 if digest == xxhash.xxh3_128_digest(content):
@@ -371,7 +372,7 @@ class Bucket:
 
     def _read_after(self, name: str, error: Exception) -> Object:
         """What is there after a request that has failed."""
-        if _remedy(error):
+        if remedy(error):
             raise error
         if (there := self._read(name)) is None:
             raise _AgainError from error
@@ -437,9 +438,9 @@ class Bucket:
                 cause = error.__cause__ if isinstance(error, _AgainError) and error.__cause__ else error
                 if isinstance(cause, OSError) and cause.filename is not None:
                     raise  # of this host's disk, which no store mends: obstore's errors name no file
-                if remedy := _remedy(cause):
+                if what_to_do := remedy(cause):
                     raise StoreError(
-                        f"{self.url}/{name}: {one_line(cause)}; {remedy}; then run the same command again"
+                        f"{self.url}/{name}: {one_line(cause)}; {what_to_do}; then run the same command again"
                     ) from error
                 self.failure = one_line(cause)
                 self.failing_since = self.failing_since or time.monotonic()
@@ -475,7 +476,7 @@ def _passing_over_absent(*, may_be_shorter: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_absent = isinstance(error, FileNotFoundError) and not _remedy(error)
+        is_absent = isinstance(error, FileNotFoundError) and not remedy(error)
         if not is_absent and not (may_be_shorter and _BEHIND.search(str(error))):
             raise
 
@@ -559,47 +560,3 @@ def _aws_credentials() -> dict[str, Any]:
 
     session = boto3.Session()
     return {} if session.get_credentials() is None else {"credential_provider": Boto3CredentialProvider(session)}
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
-_BEHIND = re.compile("InvalidRange|status code: 416")
-_NOT_ALLOWED = ("PermissionDeniedError", "UnauthenticatedError")
-_EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidAccessKeyId|SignatureDoesNotMatch")
-_FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")
-
-
-def _remedy(error: BaseException) -> str:
-    """What the user must do about an error that stays the same until then; empty for one that may pass."""
-    text = str(error)
-    if _FULL.search(text):  # some stores answer 403 to it
-        return "make room there, or ask for a larger quota"
-    if _NO_BUCKET.search(text):
-        return "make the bucket first, or correct output.path"
-    if _is_refused(error):
-        return "check that the key is right, has not expired, and may read, list, write and delete there"
-    return no_credentials(error)
-
-
-def _is_refused(error: BaseException) -> bool:
-    is_named_so = isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED
-    return is_named_so or _EXPIRED.search(str(error)) is not None
-
-
-def no_credentials(error: BaseException) -> str:
-    """In words, that obstore found no credentials: it then asks the host for those of a cloud's machine. Else empty."""
-    if not re.search(r"169\.254\.169\.254|metadata\.google", str(error)):
-        return ""
-    has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
-    more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""
-    return f"no credentials were found: set them in the environment{more}"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error, without what may be a secret. obstore's errors have 30 lines of debug text."""
-    text = str(error).partition("\n")[0] or type(error).__name__
-    if code := re.search(r"<Code>(\w+)</Code>", str(error)):
-        text = f"{text.partition(': <?xml')[0]} ({code[1]})"
-    text = re.sub(r"//[^/@\s]*@", "//…@", re.sub(r"\?\S+", "", text))
-    return clip(text, 300)

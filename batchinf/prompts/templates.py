@@ -265,7 +265,7 @@ def _not_called(tree: nodes.Template, functions: Mapping[str, object]) -> set[st
 
 def column_call(column: str) -> str:
     """How a template names a column whose name is no Jinja2 name."""
-    return f"column({json.dumps(column, ensure_ascii=False)})"
+    return f"column({json.dumps(column, ensure_ascii=not column.isprintable())})"
 
 
 class _Aliases(jinja2.visitor.NodeTransformer):

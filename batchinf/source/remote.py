@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from batchinf.base.bucket import file_system, no_credentials, one_line
+from batchinf.base.bucket import file_system
 from batchinf.base.errors import BatchinfError, InputError
+from batchinf.base.store_errors import no_credentials, one_line
 from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat

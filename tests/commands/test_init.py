@@ -19,8 +19,9 @@ import batchinf
 import jobs
 from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init.columns import look_at
-from batchinf.commands.init.init import _TAKEN, PURPOSES, InitRequest, has_chat_template, write_spec
+from batchinf.commands.init.init import _TAKEN, InitRequest, has_chat_template, write_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.purposes import PURPOSES
 from batchinf.tasks.registry import task_of
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
@@ -359,7 +360,9 @@ def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
 def test_hostile_names_of_columns_are_quoted(name: str, tmp_path: pathlib.Path) -> None:
     data = rows_file(tmp_path, [{name: "Once upon a time", "id": n} for n in range(4)])
     for purpose in OF_TEXTS:
-        report = batchinf.validate(written(purpose, data, tmp_path), overrides=NO_VLLM, num_rows=1)
+        path = written(purpose, data, tmp_path)
+        assert all(line.isprintable() for line in path.read_text().splitlines())
+        report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
         assert report.rows[0].error is None
         assert name in report.input.columns
 

@@ -336,6 +336,44 @@ def test_files_of_spreadsheets(
     assert f"line {content.count(chr(10)) + 2}:" in str(values_of(broken)[-1])
 
 
+@pytest.mark.parametrize(
+    ("content", "ids", "remark"),
+    [
+        (
+            "id,text\n1,a\nid,text\n2,b\n",
+            ["1", "id", "2"],
+            "1 row like the header, line 3 first, as in files that were jo",
+        ),
+        (
+            'sep=;\nid;text\n1;"a\n"\nid;text\n\ufeffid;text\n',
+            ["1", "id", "id"],
+            "2 rows like the header, line 5 first, ",
+        ),
+        ("id\n1\nid\n", ["1", "id"], "1 row like the header, line 3 first"),
+        ("id,text\n1,text\nid,b\n", ["1", "id"], None),
+    ],
+)
+def test_a_header_within_the_rows(content: str, ids: list[str], remark: str | None, tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, content.encode())
+    assert [str(row["id"]) for row in values_of(found) if isinstance(row, dict)] == ids
+    assert [remark in said for said in found.remarks] == [True] if remark else not found.remarks
+
+
+@pytest.mark.parametrize(
+    ("content", "rows", "remark"),
+    [
+        ("text\na\n\nb\n", ["a", "b"], "1 line without a field, line 3 first: an empty line is no row, so row_index"),
+        ("\ntext\r\n\r\na\r\n\r\nb\r\n\r\n", ["a", "b"], "2 lines without a field, line 3 first: "),
+        ('text\na\n""\n \nb\n\n\n', ["a", "", " ", "b"], None),
+        ("text,id\na,1\n\nb,2\n", ["a", "b"], None),
+    ],
+)
+def test_empty_lines_of_one_column(content: str, rows: list[str], remark: str | None, tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, content.encode())
+    assert [row["text"] for row in values_of(found) if isinstance(row, dict)] == rows
+    assert [remark in said for said in found.remarks] == [True] if remark else not found.remarks
+
+
 def test_columns_of_one_name_are_refused_if_the_job_names_them(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.csv").write_text("id,note,text,note\n1,x,a,y\n")
     location = InputLocation(str(tmp_path / "x.csv"), named=("text", "note"))

@@ -20,19 +20,8 @@ from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.prompts.templates import column_call
 from batchinf.spec.job import ModelSpec
+from batchinf.tasks.purposes import PURPOSES, Purpose
 
-# Purpose → what the job does.
-PURPOSES = {
-    "label": "Labels each row: the model chooses one of a few words.",
-    "generate": "Generates a text for each row.",
-    "score": "Scores each text, or the labels of each row, by their logprobs.",
-    "logits": "Stores the logits of the next token after each prompt.",
-    "embed": "Stores a vector for each row.",
-    "rerank": "Scores and ranks the documents of each query.",
-}
-_OF_LABELS = ("label", "score")
-_OF_IMAGES = ("label", "generate", "score", "embed")
-_OF_BATCH_FILES = ("generate", "embed", "rerank")
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 _PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of YAML 1.1 too, for other readers
@@ -77,7 +66,7 @@ def write_spec(request: InitRequest) -> list[str]:
     columns = look_at(request.data, request.encoding)
     if request.labels:
         columns = replace(columns, labelled=None, label_counts=dict.fromkeys(request.labels, 0))
-    if request.purpose not in _OF_IMAGES:
+    if not PURPOSES[request.purpose].takes_images:
         columns = replace(columns, images=ImageColumns())
     has_template = has_chat_template(request.model)
     starter = _Starter(request, columns, is_chat=has_template is not False)
@@ -99,7 +88,7 @@ def _check(request: InitRequest) -> None:
     """Raise UserError for an unknown purpose, and for labels that it cannot use."""
     if request.purpose not in PURPOSES:
         raise UserError(f"--for: got {request.purpose!r}; must be one of {', '.join(PURPOSES)}")
-    if request.labels and request.purpose not in _OF_LABELS:
+    if request.labels and not PURPOSES[request.purpose].takes_labels:
         raise UserError(f"--labels: got --for {request.purpose}, which has no labels; write --for label or --for score")
     if len(set(request.labels)) < len(request.labels):
         twice = dict.fromkeys(label for label in request.labels if request.labels.count(label) > 1)
@@ -129,10 +118,14 @@ class _Starter:
     is_chat: bool
 
     @property
+    def purpose(self) -> Purpose:
+        return PURPOSES[self.request.purpose]
+
+    @property
     def has_labels(self) -> bool:
         """Whether the model chooses a label for each row."""
-        is_scored = self.request.purpose == "score" and bool(self.columns.images.names or self.request.labels)
-        return self.request.purpose == "label" or is_scored
+        has_some = bool(self.columns.images.names or self.request.labels)
+        return self.purpose.has_labels or (self.purpose.scores_texts and has_some)
 
     @property
     def labels(self) -> Sequence[str]:
@@ -143,22 +136,23 @@ class _Starter:
         """Whether conversations are the prompts as they are."""
         if self.has_labels or self.columns.messages is None:
             return False
-        return self.columns.has_only_messages or (self.is_chat and self.request.purpose in ("generate", "logits"))
+        return self.columns.has_only_messages or (self.is_chat and self.purpose.continues_chats)
 
     def check(self) -> None:
         """Raise UserError if the data or the model is for another purpose."""
         purpose = self.request.purpose
         columns = self.columns
-        if columns.is_batch and purpose not in _OF_BATCH_FILES:
+        if columns.is_batch and not self.purpose.takes_batch_files:
             raise UserError(
                 f"--for: got {purpose}, but {columns.path} is an OpenAI batch file, whose lines are requests to "
                 "generate, to embed or to score documents; write --for generate, --for embed or --for rerank, or make "
                 "a file with the texts in a column"
             )
         if columns.text is None and not columns.images.names:
-            allowed = f"{', '.join(_OF_IMAGES[:-1])} or {_OF_IMAGES[-1]}"
+            *others, last = (name for name, each in PURPOSES.items() if each.takes_images)
+            allowed = f"{', '.join(others)} or {last}"
             raise UserError(f"--for: got {purpose}, but {columns.path} has images and no text; write --for {allowed}")
-        if purpose == "score" and not self.has_labels and columns.has_only_messages:
+        if self.purpose.scores_texts and not self.has_labels and columns.has_only_messages:
             raise UserError(
                 f"--for: got score, but {columns.path} has only conversations, in {columns.text!r}; give --labels, or "
                 "a column with the text of each row"
@@ -178,7 +172,7 @@ class _Starter:
             if _TAKEN.fullmatch(name) or name.lower() in lower[:place]
         ]
         return _template().render(
-            what=PURPOSES[self.request.purpose],
+            what=self.purpose.what,
             spec=shlex.quote(self.request.path),
             purpose=self.request.purpose,
             model=self.request.model,
@@ -200,7 +194,7 @@ class _Starter:
         read = [f"images from the column {column!r}" for column in columns.images.names]
         if columns.is_batch:
             read = ["an OpenAI batch file"]
-        elif self.request.purpose == "rerank":
+        elif self.purpose.names_own_columns:
             read = ["queries and documents from the columns that you name there"]
         elif self.takes_messages:
             read.insert(0, f"conversations from the column {columns.messages!r}")
@@ -209,7 +203,7 @@ class _Starter:
         yield f"{self.request.path}: rows from {columns.path} ({columns.num_rows:,}), {', '.join(read)}"
         for setting in columns.settings:
             yield f"input.{setting}"
-        if self.request.purpose == "score" and not self.has_labels:
+        if self.purpose.scores_texts and not self.has_labels:
             yield "each text is scored alone; the spec says how to score choices or a continuation after each"
         if self.has_labels:
             source = "" if columns.labelled is None else f", the words of the column {columns.labelled!r}"
@@ -227,7 +221,7 @@ class _Starter:
         if columns.text is not None and not (has_images and columns.has_only_messages):
             text = _text_of_row(columns, columns.text)
             return [*question, "", f"Text: {text}"] if question else [text]
-        return question or ([] if self.request.purpose == "embed" else [f"Describe the {pictures}."])
+        return question or ([f"Describe the {pictures}."] if self.purpose.is_asked else [])
 
 
 def _text_of_row(columns: InputColumns, column: str) -> str:

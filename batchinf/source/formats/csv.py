@@ -197,6 +197,17 @@ def _own_parser() -> Any:
     return parser
 
 
+class _Lines:
+    """A number of lines, and the first of them."""
+
+    count = 0
+    first = 0
+
+    def add(self, line: int) -> None:
+        self.count += 1
+        self.first = self.first or line
+
+
 _PARSER = _own_parser()
 _DELIMITER_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # the first line that Excel writes and reads
 
@@ -219,7 +230,7 @@ class _Rows:
         self.hint = ""
         """What to write for the quotes of the last row, if they look like those of Spark."""
         self.remarks: list[str] = []
-        """How the file is read, if its own beginning decided that."""
+        """How the file is read, if its own beginning decided that, and at the end what its rows show."""
         self.twins: tuple[str, ...] = ()
         """Names that several columns have. These columns are left out."""
         self._wrong = ""
@@ -321,6 +332,9 @@ class _Rows:
     def __iter__(self) -> Iterator[list[str] | str]:
         width = len(self._full_header)
         has_all = len(self.header) == width
+        headers = _Lines()
+        empty = _Lines()
+        num_empty = 0  # before the last row: empty lines at the end are no rows in any sheet
         while True:
             line = self._num_skipped + self._reader.line_num + 1
             self._wrong = ""
@@ -329,6 +343,7 @@ class _Rows:
             try:
                 row = next(self._reader)
             except StopIteration:
+                self._remark_rows(headers, empty, num_empty)
                 return
             except _PARSER.Error as error:
                 if str(error) == _UNENDED:
@@ -336,12 +351,30 @@ class _Rows:
                     self.num_swallowed = self._num_skipped + self._reader.line_num - line
                 yield from self._broken(line, f"not CSV: {error}")
                 continue
+            if row:
+                num_empty = empty.count
+            else:
+                empty.add(line)
             if self._wrong:
                 yield f"line {line}: {self._wrong}"
             elif len(row) == width:
+                if row == self._full_header:
+                    headers.add(line)
                 yield row if has_all else [row[place] for place in self._places]
             elif row:
                 yield from self._broken(line, f"{len(row)} fields where the header has {width}")
+
+    def _remark_rows(self, headers: "_Lines", empty: "_Lines", num_empty: int) -> None:
+        if headers.count:
+            self.remarks.append(
+                f"{counted(headers.count, 'row')} like the header, line {headers.first:,} first, as in files that were "
+                "joined; such a row runs like any other, so remove it, or leave it out by input.where"
+            )
+        if num_empty and len(self._full_header) == 1:
+            self.remarks.append(
+                f"{counted(num_empty, 'line')} without a field, line {empty.first:,} first: an empty line is no row, "
+                'so row_index does not fit the lines of a sheet; write "" there to make it a row'
+            )
 
     def _broken(self, line: int, why: str) -> Iterator[str]:
         """The error of a row that begins in this line, and one for each further line of it that looks like a row."""
