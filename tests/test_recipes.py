@@ -372,7 +372,7 @@ def test_a_gpu(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.real_starts
 def test_a_signal_that_stops_a_job(tmp_path: pathlib.Path) -> None:
-    copy = Copy(tmp_path, "Add a signal that stops a job")
+    copy = Copy(tmp_path, "Add a signal or another reason to stop a job")
     copy.replace("batchinf/base/stop_signals.py", "STOP_SIGNALS = (", "STOP_SIGNALS = (signal.SIGUSR2, ")
     spec = copy.spec(input={"limit": 100}, scripted={"step_s": 0.2})
     command = [sys.executable, "-m", "batchinf", "run", str(spec)]

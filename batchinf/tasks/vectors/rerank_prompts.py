@@ -1,4 +1,5 @@
-"""The prompts of task `rerank`: pairs of a query and a document for a cross-encoder, single texts for a bi-encoder."""
+"""The prompts of task `rerank`, cut as `input.on_overlong` says: pairs of a query and a document for a cross-encoder,
+single texts for a bi-encoder."""
 
 import bisect
 import itertools
