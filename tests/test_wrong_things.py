@@ -282,6 +282,14 @@ WRONG = [
     Wrong("columns without a name", {"sampling": {"columns": {"max_tokens": 5}}},
           "job.yaml:8:5: sampling.columns.max_tokens: got {column: 5}; must be a value, or {column: name} with the "
           "column of each row's own"),
+    Wrong("two columns of a field", {"sampling": {"max_tokens": {"column": "id"},
+                                                 "columns": {"max_tokens": "language"}}},
+          "job.yaml:9:5: sampling.columns.max_tokens: got 'language' beside max_tokens: {column: id}, and 'id' counted "
+          "until now; give one of them"),
+    Wrong("two columns of a structure", {"sampling": {"structured_outputs": {"choice": {"column": "id"}},
+                                                      "columns": {"structured_outputs.choice": "language"}}},
+          "job.yaml:11:5: sampling.columns.structured_outputs.choice: got 'language' beside structured_outputs.choice: "
+          "{column: id}, and 'id' counted until now; give one of them"),
     Wrong("sampling column", {"sampling": {"max_tokens": {"column": "languge"}}},
           "job.yaml:6:3: sampling.max_tokens: the input has no column 'languge'; did you mean 'language'? it has: id, "
           "prompt, language"),

@@ -193,6 +193,10 @@ class SamplingSpec(Section):
         if not short:
             return data
         columns = data.get("columns") or {}
+        for name, column in short.items():
+            if isinstance(columns, dict) and columns.get(name, column) != column:
+                raise wrong(f"got {columns[name]!r} beside {name}: {{column: {column}}}, and {column!r} counted until "
+                            "now; give one of them", f"columns.{name}")  # fmt: skip
         plain = {name: value for name, value in fields if name not in left_out}
         return {**plain, "columns": {**columns, **short} if isinstance(columns, dict) else columns}
 

@@ -65,14 +65,22 @@ def test_a_split_that_is_not_chosen_is_named(tmp_path: pathlib.Path) -> None:
         found.close()
 
 
-def test_an_arrow_file_that_is_no_part_of_the_dataset_is_named(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_is_no_part_of_the_dataset_is_named(tmp_path: pathlib.Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1, 2]})}).save_to_disk(tmp_path / "data")
     train = tmp_path / "data" / "train"
-    for name, words in (("cache-1.arrow", None), ("more.arrow", "so these are not read: train/more.arrow")):
+    (tmp_path / "data" / ".git").mkdir()
+    (tmp_path / "data" / ".git" / "x.jsonl").write_text("")
+    for name, others in (
+        ("cache-1.arrow", None),
+        ("more.arrow", "train/more.arrow"),
+        ("more.jsonl", "train/more.arrow, train/more.jsonl"),
+        ("../README.md", "README.md, train/more.arrow, train/more.jsonl"),
+    ):
         shutil.copy(train / "data-00000-of-00001.arrow", train / name)
         opened = open_source(InputLocation(str(tmp_path / "data")), tmp_path / "cache")
         assert opened.num_rows == 2
-        assert [note.endswith(str(words)) for note in input_notes(opened)] == ([] if words is None else [True])
+        ending = f"so these are not read: {others}"
+        assert [note.endswith(ending) for note in input_notes(opened)] == ([] if others is None else [True])
         opened.close()
 
 

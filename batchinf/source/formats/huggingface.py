@@ -20,6 +20,8 @@ from batchinf.source.formats.arrow import copied
 from batchinf.source.formats.base import ColumnarReader, InputFormat, checked
 from batchinf.source.types import MixedTypes, settled_schema
 
+# What `save_to_disk` writes beside the Arrow files.
+_OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json")
 _SAVED_RECORD = "saved.json"  # in the cache folder: the stamps of the files that were checked
 
 
@@ -169,10 +171,14 @@ def _unnamed_split(input: InputLocation, names: Sequence[str]) -> Iterator[str]:
 
 
 def _unnamed_files(path: str, named: Collection[str]) -> Iterator[str]:
-    """A remark about Arrow files in the folder that are no part of the dataset. named: real paths of those that are."""
-    # `datasets` itself writes cache-….arrow beside a dataset.
-    files = (file for file in pathlib.Path(path).rglob("*.arrow") if not file.name.startswith((".", "cache-")))
-    names = sorted(str(file.relative_to(path)) for file in files if os.path.realpath(file) not in named)
+    """A remark about files in the folder that are no part of the dataset. named: real paths of those that are."""
+    names = []
+    for file in sorted(pathlib.Path(path).rglob("*")):
+        inside = file.relative_to(path)
+        # `datasets` itself writes cache-….arrow beside a dataset.
+        is_own = file.name in _OF_DATASETS or file.name.startswith("cache-") or os.path.realpath(file) in named
+        if file.is_file() and not is_own and not any(part.startswith((".", "_")) for part in inside.parts):
+            names.append(str(inside))
     if names:
         yield f"the dataset has only the files that state.json names, so these are not read: {list_names(names)}"
 
