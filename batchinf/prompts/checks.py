@@ -3,16 +3,16 @@
 import json
 import pathlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jinja2
 import numpy as np
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
-from batchinf.prompts.chat import GIVEN, own_templates, read_messages, variables
+from batchinf.prompts.chat import GIVEN, Message, own_templates, read_messages, variables
 from batchinf.prompts.encoder import Encoder, check_tokenizer, load_tokenizer
 from batchinf.prompts.images import empty_columns
 from batchinf.prompts.openai.lines import body_of
@@ -27,6 +27,7 @@ _LOOKED_AT_IDS = 10_000
 # A look at the first rows delays the first request. Where rows are large, it ends after this time.
 _LOOK_S = 0.2
 _FIRST_READ = 32
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # those of OpenAI's format
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
@@ -180,34 +181,73 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
         return
     column = where.messages_column
     rows = _first_rows(source, _first_positions(spec, source), ["body" if column is None else column])
-    unread, num_rows = _unread(rows, column, template, names)
-    for words, first in unread.items():
+    conversations = {row.row_index: _conversation_of(row, column) for row in rows}
+    for words, first in _unread(conversations, template, names).items():
         yield (
-            f"warning: some of the first {num_rows:,} rows (row {first} first) have {words}, so the model does "
-            "not see them; give another template as input.chat_template, or leave them out"
+            f"warning: some of the first {len(conversations):,} rows (row {first} first) have {words}, so the model "
+            "does not see them; give another template as input.chat_template, or leave them out"
+        )
+    if column is not None:
+        messages = {index: found for index, (found, _) in conversations.items() if isinstance(found, list)}
+        yield from _last_turn_warning(where, messages)
+        yield from _role_warning(spec, model, source, conversations=messages, template=template)
+
+
+def _last_turn_warning(where: InputSpec, conversations: Mapping[int, list[Message]]) -> Iterator[str]:
+    """A warning if conversations of rows end with the assistant's message, and the model would begin another turn."""
+    if where.continue_final_message is not None or where.add_generation_prompt is not None:
+        return
+    rows = [index for index, messages in conversations.items() if messages[-1]["role"] == "assistant"]
+    if rows:
+        yield (
+            f"warning: {len(rows):,} of the first {len(conversations):,} conversations (row {rows[0]} first) "
+            f"{'end' if len(rows) > 1 else 'ends'} with a message of the assistant, and the model begins a new turn "
+            "after it; leave a reference answer out of the messages; input.continue_final_message: true lets the model "
+            "continue that message, and input.add_generation_prompt says whether a new turn is meant"
+        )
+
+
+def _role_warning(
+    spec: JobSpec, model: Model, source: Source, *, conversations: Mapping[int, list[Message]], template: str
+) -> Iterator[str]:
+    """A warning if rows have roles that the chat template does not name, and it makes prompts of them all the same."""
+    roles = {
+        index: [role for role in dict.fromkeys(message["role"] for message in messages) if role not in _ROLES
+                and f"'{role}'" not in template and f'"{role}"' not in template]
+        for index, messages in conversations.items()
+    }  # fmt: skip
+    rows = [index for index, unusual in roles.items() if unusual]
+    if not rows:
+        return
+    # Loading a tokenizer takes seconds, so it is loaded only if the rows give a reason.
+    renderer = Renderer(spec, load_tokenizer(model.tokenizer, spec.model.trust_remote_code))
+    [first] = source.read_rows(np.asarray(rows[:1], np.int64), renderer.columns)
+    if not isinstance(renderer.render(first), RowError):
+        names = list_names(dict.fromkeys(role for unusual in roles.values() for role in unusual))
+        yield (
+            f"warning: {len(rows):,} of the first {len(conversations):,} conversations (row {rows[0]} first) "
+            f"{'have' if len(rows) > 1 else 'has'} roles that the chat template does not name: {names}; it writes them "
+            f"as they are, or leaves their messages out; usual roles are {', '.join(_ROLES)}"
         )
 
 
 def _unread(
-    rows: Iterable[Row], column: str | None, template: str, names: Collection[str]
-) -> tuple[dict[str, int], int]:
+    conversations: Mapping[int, tuple[object, Iterable[str]]], template: str, names: Collection[str]
+) -> dict[str, int]:
     """What a template with these variables never reads of conversations, in words, with the first row that has it.
 
-    Returns the number of rows, too.
+    conversations: of rows, each with the names of its own variables.
     """
     # A template that prints whole messages shows their calls, too.
     shows_calls = "tool_calls" in template or "tojson" in template
     unread: dict[str, int] = {}
-    num_rows = 0
-    for row in rows:
-        num_rows += 1
-        messages, options = _conversation_of(row, column)
+    for row_index, (messages, options) in conversations.items():
         if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
-            unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
+            unread.setdefault("tool_calls of messages, which the chat template does not show", row_index)
         for name in options:
             if name not in names:
-                unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
-    return unread, num_rows
+                unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row_index)
+    return unread
 
 
 def _conversation_of(row: Row, column: str | None) -> tuple[object, Iterable[str]]:

@@ -302,7 +302,7 @@ def _assembled(
     source = Source(openers, runs, schemas, fingerprints, digests=digests)
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
     source.ranged = ranged
-    source.remarks = _remarks(scanned.values())
+    source.remarks = {**_remarks(scanned.values()), **_repeated_contents(format, scanned.values())}
     source.files_by_columns = _by_columns(scanned.values())
     source.prints_fields = format.prints_fields
     return source
@@ -322,6 +322,18 @@ def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
         if remark := by_schema[entry.schema]:
             remarks.setdefault(remark, []).append(file.name)
     return remarks
+
+
+def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
+    """The files with the content of an earlier one, by the hashes of the scan, and with the values of its folders."""
+    firsts: dict[tuple[object, ...], str] = {}
+    repeated = []
+    for file, entry in scanned:
+        first = firsts.setdefault((entry.hash, *folder_values(file.name).items()), file.name)
+        if first != file.name and entry.num_rows:
+            repeated.append(f"{file.name} (as {first})")
+    same = "the same content" if format.hashes_all else "probably the same content, with the same size and footer"
+    return {f"{same}, so these rows run more than once; move one of the files away": repeated} if repeated else {}
 
 
 def _by_columns(scanned: Iterable[ScannedFile]) -> Mapping[tuple[str, ...], list[str]]:
@@ -377,8 +389,8 @@ class Source:
     prints_fields: bool = False
     """See `FileFormat`."""
     remarks: Mapping[str, Sequence[str]] = {}
-    """How files are read that decide it by their own beginning, and the split of a folder with several: words, each
-    with the names of such files."""
+    """How files are read that decide it by their own beginning, files of equal content, and the split of a folder with
+    several: words, each with the names of such files."""
 
     files_by_columns: Mapping[tuple[str, ...], Sequence[str]] = {}
     """By the names of their own columns: the files of at least 100 rows."""

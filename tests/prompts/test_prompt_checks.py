@@ -124,9 +124,10 @@ def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.
     "name", ["quickstart", "chat", "samples", "score", "logits", "multiple_choice", "embed", "ray"]
 )
 def test_sample_jobs_run_without_warnings(name: str, tmp_path: pathlib.Path) -> None:
+    on_this_host = {"backend": "local", "ray": {}}
     report = batchinf.validate(
         jobs.ROOT / "jobs" / f"{name}.yaml",
-        overrides={"output.path": str(tmp_path / "out"), "sampling.structured_outputs": None, "backend": "local"},
+        overrides={"output.path": str(tmp_path / "out"), "sampling.structured_outputs": None, **on_this_host},
         num_rows=0,
     )
     assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
@@ -284,6 +285,49 @@ def test_what_a_chat_template_never_reads(more: str, num: int, is_batch_file: bo
         warnings = list(job.task.prompt_warnings(job.model, job.source))
     assert len(warnings) == (num if is_batch_file else int(num == 2))
     assert all("some of the first 1 rows (row 0 first) have" in line for line in warnings)
+
+
+def warned_of_messages(folder: pathlib.Path, rows: list[list[dict[str, str]] | None], **input: Any) -> list[str]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    where = {"path": str(folder / "rows.jsonl"), "id_column": None, "messages_column": "messages", **input}
+    job = open_job(read_spec(jobs.spec_of(folder, input=where, output={"keep_columns": []})), folder / "cache")
+    with contextlib.closing(job.source):
+        return list(job.task.prompt_warnings(job.model, job.source))
+
+
+def test_conversations_that_end_with_the_assistant(tmp_path: pathlib.Path) -> None:
+    asked = [{"role": "user", "content": "Hi"}]
+    answered = [*asked, {"role": "assistant", "content": "Hello"}]
+    [warning] = warned_of_messages(tmp_path, [None, asked, answered, answered])
+    assert warning.startswith(
+        "warning: 2 of the first 3 conversations (row 2 first) end with a message of the assistant"
+    )
+    assert "input.continue_final_message: true" in warning
+    for field, value in (("continue_final_message", True), ("add_generation_prompt", True)):
+        assert not warned_of_messages(tmp_path, [answered], **{field: value})
+    assert not warned_of_messages(tmp_path, [asked, [*answered, *asked]])
+
+
+@pytest.mark.parametrize(
+    ("template", "is_warned"),
+    [
+        (None, True),
+        (PLAIN, True),
+        (PLAIN + "{# 'human', 'gpt' and 'User' #}", False),
+        (PLAIN + "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}", False),
+    ],
+)
+def test_roles_that_a_chat_template_does_not_name(
+    template: str | None, is_warned: bool, tmp_path: pathlib.Path
+) -> None:
+    usual = [{"role": role, "content": "Hi"} for role in ("system", "user", "assistant", "tool", "user")]
+    unusual = [{"role": role, "content": "Hi"} for role in ("human", "gpt", "human", "User")]
+    given = {} if template is None else {"chat_template": template}
+    warnings = warned_of_messages(tmp_path, [usual, unusual], **given)
+    assert len(warnings) == is_warned
+    said = "warning: 1 of the first 2 conversations (row 1 first) has roles that the chat template does not name: "
+    assert all(line.startswith(f"{said}human, gpt, User; ") for line in warnings)
+    assert not warned_of_messages(tmp_path, [usual], **given)
 
 
 @pytest.mark.parametrize(("on", "num"), [("prompt_hash", 1), ("id", 0)])

@@ -1,11 +1,14 @@
 """What a folder leaves out is said, and what must not be read as plain files is refused for new jobs."""
 
 import dataclasses
+import gzip
 import os
 import pathlib
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import stores
 from inputs import refusal
@@ -14,6 +17,7 @@ import jobs
 from batchinf.base.errors import InputError, UserError
 from batchinf.job.columns import column_warnings
 from batchinf.job.open import open_job
+from batchinf.prompts.checks import input_notes
 from batchinf.source import left_out
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Source, open_source
@@ -23,6 +27,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2496
 PNG = b"\x89PNG"
 ROW = b'{"text": "a"}\n'
 BEGUN = {"is_new": False}
+SAME = "the same content, so these rows run more than once; move one of the files away"
 
 
 def opened(folder: pathlib.Path, files: dict[str, bytes], **location: Any) -> Source:
@@ -96,11 +101,11 @@ def test_folders_that_a_glob_matches_are_said(tmp_path: pathlib.Path) -> None:
     """Spark and Dask write folders with the endings of files."""
     path = str(tmp_path / "in/*.jsonl")
     os.mkfifo(tmp_path / "x.jsonl")
-    source = opened(tmp_path, {"a.jsonl": ROW, "b.jsonl/part-0.jsonl": ROW, "c/d.jsonl": ROW}, path=path)
+    source = opened(tmp_path, {"a.jsonl": ROW, "b.jsonl/part-0.jsonl": ROW * 2, "c/d.jsonl": ROW * 3}, path=path)
     assert (source.num_rows, source.remarks) == (1, {left_out.FOLDERS.format(path=path): ["b.jsonl"]})
-    assert opened(tmp_path, {}, path=f"{path}/*").num_rows == 1
+    assert opened(tmp_path, {}, path=f"{path}/*").num_rows == 2
     whole = opened(tmp_path, {}, path=str(tmp_path / "in/**/*.jsonl"))
-    assert (whole.num_rows, whole.remarks) == (3, {})
+    assert (whole.num_rows, whole.remarks) == (6, {})
     (tmp_path / "x.jsonl").rename(tmp_path / "in/x.jsonl")
     assert opened(tmp_path, {}, path=path).remarks[left_out.NOT_FILES] == ["x.jsonl"]
     (tmp_path / "in/a.jsonl").unlink()
@@ -112,13 +117,13 @@ def test_folders_that_a_glob_matches_are_said(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.usefixtures("store_of_this_process")
 def test_folders_of_a_bucket_that_a_glob_matches_are_said(url: str, tmp_path: pathlib.Path) -> None:
-    for name in ("a.jsonl", "b.jsonl/part-0.jsonl", "c/d.jsonl"):
-        stores.put(f"{url}/in/{name}", ROW)
+    for number, name in enumerate(("a.jsonl", "b.jsonl/part-0.jsonl", "c/d.jsonl"), 1):
+        stores.put(f"{url}/in/{name}", ROW * number)
     path = f"{url}/in/*.jsonl"
     source = open_source(InputLocation(path), tmp_path / "cache")
     assert (source.num_rows, source.remarks) == (1, {left_out.FOLDERS.format(path=path): ["b.jsonl"]})
     whole = open_source(InputLocation(f"{url}/in/**/*.jsonl"), tmp_path / "whole")
-    assert (whole.num_rows, whole.remarks) == (3, {})
+    assert (whole.num_rows, whole.remarks) == (6, {})
     with pytest.raises(InputError, match=r"no file matches .*; b\.jsonl: a glob does not read the files of a folder"):
         open_source(InputLocation(f"{url}/in/b*"), tmp_path / "none")
 
@@ -187,6 +192,38 @@ def test_a_pointer_of_git_lfs_in_a_bucket_is_refused_by_name(
     with pytest.raises(InputError, match=rf"x\.{ending}: a pointer of Git LFS, and no data; `git lfs pull` fetches"):
         open_source(InputLocation(f"{url}/in"), tmp_path / "cache")
     assert len([asked for method, asked in store.seen if method == "GET" and f"x.{ending}" in asked]) == 1
+
+
+def test_files_of_equal_content_are_said(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/latest.jsonl").symlink_to("a.jsonl")
+    files = {"a (1).jsonl": ROW, "a.jsonl": ROW, "b.jsonl": ROW * 2, "c.jsonl": b"", "d.jsonl": b"", "p=1/a.jsonl": ROW}
+    repeated = {SAME: ["a.jsonl (as a (1).jsonl)", "latest.jsonl (as a (1).jsonl)", "old/b.jsonl.gz (as b.jsonl)"]}
+    source = opened(tmp_path, {**files, "old/b.jsonl.gz": gzip.compress(ROW * 2)})
+    assert (source.num_rows, source.remarks) == (8, repeated)
+    again = open_source(InputLocation(str(tmp_path / "in")), tmp_path / "cache", source.fingerprints)
+    assert again.remarks == repeated
+    location = InputLocation(str(tmp_path / "in/*a*.jsonl"))
+    files_of = list(input_notes(open_source(location, tmp_path / "glob")))
+    assert files_of == [f"note: a.jsonl (as a (1).jsonl), latest.jsonl (as a (1).jsonl): {SAME}"]
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "txt", "arrow", "parquet", "png"])
+def test_files_of_equal_content_in_every_format(ending: str, tmp_path: pathlib.Path) -> None:
+    table = pa.table({"text": ["a", "b"]})
+    sink = pa.BufferOutputStream()
+    if ending == "parquet":
+        pq.write_table(table, sink)
+    else:
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    contents = {"json": b'[{"text": "a"}]', "csv": b"text\na\n", "txt": b"a\n", "png": PNG}
+    content = contents.get(ending, sink.getvalue().to_pybytes())
+    source = opened(tmp_path, {f"a.{ending}": content, f"b.{ending}": content})
+    # A picture may be shown twice, and its scan does not read it.
+    remark = SAME.replace("the same content", "probably the same content, with the same size and footer")
+    expected = {"png": {}, "parquet": {remark: ["b.parquet (as a.parquet)"]}}
+    assert source.remarks == expected.get(ending, {SAME: [f"b.{ending} (as a.{ending})"]})
 
 
 TABLE = {"data/p=1/a.jsonl": ROW}
