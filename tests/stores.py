@@ -280,6 +280,11 @@ def names(url: str, folder: str = "") -> dict[str, int]:
     return {info.base_name: info.size for info in file_system().get_file_info(selector) if info.is_file}
 
 
+def lose_host(folder: pathlib.Path) -> None:
+    """Take away what the host has of the jobs in a folder. Replicas of a killed run may still write for a moment."""
+    (folder / "work").rename(folder / f"lost-{time.monotonic_ns()}")
+
+
 def read(url: str, name: str) -> bytes:
     with file_system().open_input_stream(f"{url.removeprefix('s3://')}/{name}") as file:
         return bytes(file.read())

@@ -4,7 +4,6 @@ import io
 import json
 import pathlib
 import random
-import shutil
 import threading
 import uuid
 from typing import Any
@@ -106,13 +105,13 @@ def test_a_job_is_killed_and_goes_on_on_an_empty_machine(
 ) -> None:
     spec = stores.spec_of(tmp_path, url)
     assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **store).returncode == -9
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     jobs.finish(spec, **store)
     assert rows(url) == list(jobs.unhurt())
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert jobs.run("check", url, "--deep", **store, **cache).returncode == 0
     # A retry replaces a part by compare-and-swap, and the lock is free again.
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     jobs.finish(spec, "--retry", "row_index = 3", **store)
     assert rows(url) == list(jobs.unhurt())
     assert jobs.run("check", url, "--deep", **store, **cache).returncode == 0
@@ -147,7 +146,7 @@ def test_a_job_in_a_bucket_of_hugging_face(tmp_path: pathlib.Path) -> None:
         environment = {**stores.KEYS, "BATCHINF_HF_GATEWAY": gateway.url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         spec = stores.spec_of(tmp_path, url)
         assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **environment).returncode == -9
-        shutil.rmtree(tmp_path / "work")
+        stores.lose_host(tmp_path)
         jobs.finish(spec, **environment)
         assert stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
         jobs.finish(spec, "--retry", "row_index = 3", **environment)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import threading
@@ -57,7 +56,7 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     secret = stores.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
     # Nothing is left to run, also on another machine.
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     num_parts = sum(path.endswith(".parquet") for method, path in store.seen if method == "PUT")
     assert "was already done" in jobs.finish(spec, **store.environment).stdout
     assert sum(path.endswith(".parquet") for method, path in store.seen if method == "PUT") == num_parts
@@ -72,7 +71,7 @@ def test_killed_and_gone_on_with_on_an_empty_machine(
     spec = stores.spec_of(tmp_path, url, **SLOW)
     killed = jobs.run("run", spec, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     committed = stores.committed(url)
     found = stores.names(url, "parts")
     assert committed <= set(found)
@@ -116,7 +115,7 @@ def test_requests_in_the_bucket_do_not_run_again(url: str, store: stores.Proxy, 
     slow = {"scripted": {"step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 240}}
     spec = stores.spec_of(tmp_path, url, **slow)
     assert jobs.run("run", spec, faults="mirror.after_bundle:6=kill", **store.environment).returncode == -9
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     assert not stores.names(url, "parts")
     num_stored = stores.num_journalled(url)
     assert len(stores.names(url, "journal")) == 6 and num_stored >= 6
@@ -157,7 +156,7 @@ def test_a_wall_clock_that_jumps(url: str, store: stores.Proxy, tmp_path: pathli
     jumping = {**store.environment, "QUICK_START_CLOCK": "7200"}
     spec = stores.spec_of(tmp_path, url, **SLOW)
     assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **jumping).returncode == -9
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     jobs.finish(spec, **jumping)
     hours = {line["at"][11:13] for line in stores.lines(url) if "at" in line}
     assert len(hours) > 1, "the clock did not jump"
@@ -181,7 +180,7 @@ def test_faults_in_a_quarter_of_the_requests(seed: int, url: str, tmp_path: path
         spec = stores.spec_of(tmp_path, url)
         killed = jobs.run("run", spec, faults="chain.after_commit:8=kill", **store.environment)
         assert killed.returncode == -9, killed.stderr
-        shutil.rmtree(tmp_path / "work")
+        stores.lose_host(tmp_path)
         # The killed process could not free its lock, but it ran on this host.
         jobs.finish(spec, **store.environment)
     _is_whole(url)
@@ -326,7 +325,7 @@ def test_chosen_rows_survive_the_machine(url: str, store: stores.Proxy, tmp_path
     jobs.finish(jobs.spec_of(tmp_path / "local", **some))
     spec = stores.spec_of(tmp_path, url, **some)
     assert jobs.run("run", spec, faults="chain.after_commit:8=kill", **store.environment).returncode == -9
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     jobs.finish(spec, **store.environment)
     local = sorted(jobs.rows_of(tmp_path / "local" / "out"), key=lambda row: row["row_index"])
     assert stores.rows(url) == local
@@ -412,7 +411,7 @@ def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, t
     assert process.returncode == 75, errors
     assert set(stores.names(url, "parts")) == stores.committed(url)
     assert stores.read(url, "lock") == b"free"
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     num_stored = stores.num_journalled(url)
     done = jobs.finish(stores.spec_of(tmp_path, url), **store.environment)
     assert f"{num_stored:,} requests finished and kept in the journal" in done.stderr
@@ -445,7 +444,7 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
     assert process.poll() is None, process.communicate()[1]
     jobs.kill(jobs.family(process.pid))
     process.communicate()
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     before = {name: stores.read(url, f"parts/{name}") for name in stores.names(url, "parts")}
     num_stored = stores.num_journalled(url)
     jobs.finish(spec, **store.environment)

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 from typing import Any
 
 import pytest
@@ -63,16 +62,16 @@ def test_a_retry_goes_on_on_an_empty_machine(
     spec = stores.spec_of(tmp_path, url, **BASE)
     jobs.finish(spec, **store.environment)
     assert stores.rows(url) == expected[0]
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     # The closing lines are about parts that are fetched.
     again = jobs.finish(spec, "--set", "output.store_timeout_s=5", **store.environment)
     assert "was already done" in again.stdout and " × invalid_sampling: " in again.stdout
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     killed = jobs.run("run", spec, *ERRORS, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     assert "fetching 6 parts, " in killed.stderr
     if not keeps_folder:
-        shutil.rmtree(tmp_path / "work")
+        stores.lose_host(tmp_path)
     # Each row is there once, as before or as after the retry.
     found = stores.rows(url)
     assert len(found) == len(expected[0])
@@ -156,15 +155,15 @@ def test_an_extension_goes_on_on_an_empty_machine(
     write("a.jsonl", *range(100, 110))
     write("b.jsonl", *range(25))
     jobs.finish(local, "--extend")
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     killed = jobs.run("run", spec, "--extend", faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     jobs.finish(spec, "--extend", **store.environment)
     assert stores.rows(url) == jobs.rows_of(tmp_path / "local" / "out")
     assert {name: stores.read(url, f"parts/{name}") for name in before} == before
     # The versions of the input are in the bucket: a later run on an empty machine knows where each row is.
-    shutil.rmtree(tmp_path / "work")
+    stores.lose_host(tmp_path)
     write("c.jsonl", 200)
     again = jobs.finish(spec, "--extend", **store.environment)
     assert "extended: 1 more input rows" in again.stderr
