@@ -18,6 +18,7 @@ import jinja2
 
 from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
+from batchinf.base.stop_signals import ENDING_S
 from batchinf.base.storage import reason, write_named
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
@@ -127,11 +128,11 @@ def _check(file: SpecFile, options: SlurmOptions) -> None:
         raise file.error("output.path", f"got {clip(file.spec.output.path, 200)}; Slurm's logs allow no backslash")
     if file.spec.stop_before_s == 0:
         raise file.error("stop_before_s", "got 0; under Slurm it must be at least 1, so that the job is signalled")
-    if file.spec.drain_timeout_s >= math.ceil(file.spec.stop_before_s):
+    if file.spec.drain_timeout_s + ENDING_S > math.ceil(file.spec.stop_before_s):
         raise file.error(
             "drain_timeout_s",
             f"got {file.spec.drain_timeout_s:g}, but Slurm kills the job stop_before_s = {file.spec.stop_before_s:g} s "
-            "after its signal; lower drain_timeout_s, or raise stop_before_s",
+            f"after its signal, and storing takes up to {ENDING_S:g} s; lower drain_timeout_s, or raise stop_before_s",
         )
 
 

@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from batchinf.base.slices import Slice, read_cut
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Header
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.model.identity import Model
@@ -80,7 +79,11 @@ class PreparedJob(_Stage):
             identity["slice"] = str(self.file.slice)
         if self.state is not None:
             identity["input.limit"] = self.limit
-            identity = _without_later_fields(identity, self.state.header)
+            header = self.state.header
+            identity = _without_later_fields(identity, header.identity, stored_spec(header.spec))
+        elif self.file.slice is not None and (cut := read_cut(self.spec.output.folder)) is not None:
+            plain = stored_spec({name: {"path": "."} for name in ("input", "output")} | {"model": "."})
+            identity = _without_later_fields(identity, cut.identity, plain)
         # Through JSON and back, so that it compares equal to the manifest's identity.
         stored: dict[str, Any] = json.loads(json.dumps(identity))
         return stored
@@ -111,15 +114,18 @@ class Job(_Stage):
         return fingerprint(self.identity)
 
 
-def _without_later_fields(identity: dict[str, Any], header: Header) -> dict[str, Any]:
-    """The identity without fields that came after the job began, if they have their defaults."""
-    if identity.keys() <= header.identity.keys():
+def _without_later_fields(identity: dict[str, Any], begun: Mapping[str, Any], plain: JobSpec) -> dict[str, Any]:
+    """The identity without fields that came after the job began, if they have their defaults.
+
+    begun: the identity with which the job, or the other slices of it, began. plain: has the defaults of such fields.
+    """
+    if identity.keys() <= begun.keys() | {"slice"}:
         return identity
-    defaults = fields(stored_spec(header.spec), "identity")
+    defaults = fields(plain, "identity")
     return {
         name: value
         for name, value in identity.items()
-        if name in header.identity or name not in defaults or value != defaults[name]
+        if name in begun or name not in defaults or value != defaults[name]
     }
 
 

@@ -384,8 +384,8 @@ def open_input(
             [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
-        if state is None and prepared.spec.rules > FIRST_RULES:
-            prepared = replace(prepared, spec=prepared.task.settle(prepared.spec, source))
+        if not _began_as(file, state) and prepared.spec.rules > FIRST_RULES:
+            prepared = replace(prepared, spec=prepared.task.settle(prepared.spec, source, say))
         spec = prepared.spec
         of_input = form_of_input(spec, location_of(spec))
         if spec.rules > FIRST_RULES and state is None:

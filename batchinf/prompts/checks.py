@@ -1,5 +1,6 @@
 """Checks of prompts before a job runs: chat templates, truncation, order, and a second BOS. `job.open` uses it."""
 
+import itertools
 import json
 import pathlib
 import time
@@ -22,6 +23,7 @@ from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec
 
 # Rows to search for a second BOS. Usually one template writes it into all of them.
+_MOST_NOTES = 20  # of remarks about files
 _LOOKED_AT = 256
 _LOOKED_AT_IDS = 10_000
 # A look at the first rows delays the first request. Where rows are large, it ends after this time.
@@ -323,8 +325,10 @@ def first_row_warnings(spec: JobSpec, source: Source, positions: Sequence[int]) 
 def input_notes(source: Source) -> Iterator[str]:
     """Lines about files that decide by their own beginning how they are read, about the split that is read of several,
     and about files without rows."""
-    for remark, names in source.remarks.items():
+    for remark, names in itertools.islice(source.remarks.items(), _MOST_NOTES):
         yield f"note: {list_names(names)}: {remark}"
+    if (num_left := len(source.remarks) - _MOST_NOTES) > 0:
+        yield f"note: {counted(num_left, 'more remark')} about single files; `validate` of a file shows its own"
     if empty := source.empty_files:
         yield f"note: {counted(len(empty), 'input file')} without rows: {list_names(empty)}"
 

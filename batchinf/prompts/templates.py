@@ -17,6 +17,7 @@ import jinja2.meta
 import jinja2.sandbox
 import jinja2.visitor
 from jinja2 import nodes
+from jinja2.utils import missing
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error, list_names
@@ -36,10 +37,13 @@ class TooMuchText(Exception):
 
 
 class Absent(jinja2.StrictUndefined):
-    """A column that a row does not have. It prints as little as a null, and is false like a null in `x or ''`."""
+    """A column that a row does not have. It prints as little as a null, and is false like a null in `x or ''`.
+
+    A key that a value lacks is an error also there: nothing else would show a wrong name.
+    """
 
     def __bool__(self) -> bool:  # type: ignore[override]
-        return False
+        return False if self._undefined_obj is missing else self._fail_with_undefined_error()
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -66,16 +70,17 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*" and max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
             raise TooMuchText
         if operator == "%" and isinstance(left, str) and not self.is_by_first_rules:
-            _refuse_missing_items(right if isinstance(right, tuple) else (right,))
+            _refuse_missing_items([*right.values()] if isinstance(right, dict) else _as_tuple(right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
         moment = getattr(__obj, "__self__", None)
         name = getattr(__obj, "__name__", "")
-        formats = name == "format" and not __self.is_by_first_rules
+        formats = name in ("format", "format_map") and not __self.is_by_first_rules
         if formats and isinstance(getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None), str):
-            _refuse_missing_items([*args, *kwargs.values()])
+            values = [*args[0].values()] if name == "format_map" and isinstance(args[0], dict) else args
+            _refuse_missing_items([*values, *kwargs.values()])
         is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
         if (is_class and name in _OF_THE_CLOCK) or (
             isinstance(moment, datetime.date) and _is_local(moment, name, args)
@@ -118,8 +123,12 @@ def _refuse_missing(value: Any) -> Any:
 
 
 def _refuse_missing_items(values: Any) -> Any:
-    """As `_refuse_missing`, for each of these values."""
-    return [_refuse_missing(value) for value in values]
+    """As `_refuse_missing`, for each of these values. Jinja2 maps and joins nothing for a null in place of them."""
+    return None if values is None else [_refuse_missing(value) for value in values]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _refuse_unprintable(value: Any) -> Any:
@@ -297,6 +306,8 @@ class _TextsOfNulls(jinja2.visitor.NodeTransformer):
             node.node = _filtered(node.node, _ALL_PRINTED if is_of_each else _PRINTED)
         if node.name == "format":
             node.args = [_filtered(value, _PRINTED) for value in node.args]
+            if node.dyn_args is not None:
+                node.dyn_args = _filtered(node.dyn_args, _ALL_PRINTED)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the name is Jinja2's
@@ -311,7 +322,7 @@ _ALL_PRINTED = "printed values"
 # Filters that make a text of their value, whatever it is.
 _OF_ONE_TEXT = (
     *("capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags"),
-    *("title", "trim", "truncate", "truncate_tokens", "upper", "urlencode", "urlize", "wordcount", "wordwrap"),
+    *("title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap"),
 )
 
 
@@ -340,7 +351,7 @@ def _truncate(cut: CutFunction | None, value: Any, num_tokens: Any, side: Any = 
     """`{{ text | truncate_tokens(n) }}` is the text of the first n tokens; with side="left", of the last n."""
     if (words := _objection(num_tokens, side)) is not None:
         raise jinja2.TemplateRuntimeError(words)
-    return value if value is None or cut is None else cut(str(value), num_tokens, side)
+    return value if value is None or _is_nan(value) or cut is None else cut(str(value), num_tokens, side)
 
 
 def _objection(num_tokens: object, side: object) -> str | None:

@@ -117,7 +117,7 @@ def _by_glob(input: InputLocation, path: str, root: str, left_out: LeftOut) -> l
     # A link to nothing is refused when it is read. A job that has begun goes on without it.
     names = [name for name in matches if os.path.isfile(name) or (input.is_new and not os.path.exists(name))]
     below = {name: os.path.relpath(name, root or ".") for name in matches}
-    folders = [name for name in matches if os.path.isdir(name)]
+    folders = [name for name in matches if os.path.isdir(name) and below[name] != "."]
     note_folders((below[name] for name in folders), (below[name] for name in names), left_out, input.path)
     if devices := [below[name] for name in matches if _is_device(name)]:
         left_out[NOT_FILES] = devices

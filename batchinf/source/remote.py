@@ -139,11 +139,11 @@ def find_remote(input: InputLocation, left_out: LeftOut | None = None) -> tuple[
 def _refuse_table_above(system: Any, path: str, url: str) -> None:
     """Raise InputError if a folder stands in a table of Delta, Iceberg or Hudi.
 
-    Lists the two folders above it, with one request for each, and one more for a folder `metadata` there. Folders of
-    partitions, such as `day=1`, do not count.
+    Lists the two folders above it, with one request for each 1,000 entries, and one more for a folder `metadata` there.
+    Folders of partitions, such as `day=1`, do not count. The root of a bucket is not listed: it may have millions.
     """
     parts = path.strip("/").split("/")
-    above = ["/".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1) if "=" not in parts[depth - 1]]
+    above = ["/".join(parts[:depth]) for depth in range(len(parts) - 1, 1, -1) if "=" not in parts[depth - 1]]
     for folder in above[:2]:
         names = []
         with contextlib.suppress(Exception):  # without permission for these folders, the job reads its own all the same

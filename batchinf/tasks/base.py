@@ -171,8 +171,11 @@ class Task(abc.ABC):
         return spec
 
     @classmethod
-    def settle(cls, spec: JobSpec, source: Source) -> JobSpec:
-        """The spec with all values that depend on the rows of the whole input. Called when a job begins."""
+    def settle(cls, spec: JobSpec, source: Source, say: Callable[[str], None]) -> JobSpec:
+        """The spec with all values that depend on the rows of the whole input. Called when a job begins.
+
+        say: gets a line if that takes long.
+        """
         return spec
 
     def check_input(self) -> None:  # noqa: B027  # most tasks run all formats

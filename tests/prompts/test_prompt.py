@@ -343,6 +343,9 @@ NULLS_MADE_TEXTS = [
     ("{{ '%s and %s' % (x, y) }}", "None and b"),
     ("{{ '{} {}'.format(y, x) }}", "b None"),
     ("{{ x | truncate_tokens(4) | lower }}", "none"),
+    ("{{ '%s %s' | format(*[y, x]) }}", "b None"),
+    ("{{ '%(a)s' % {'a': x} }}{{ y }}", "Noneb"),
+    ("{{ '{a}'.format_map({'a': x}) }}{{ y }}", "Noneb"),
     ("{% set z = 'a' ~ x %}{{ z }}", "aNone"),
 ]
 
@@ -367,6 +370,8 @@ def test_a_null_never_becomes_a_word(template: str, before: str, value: object, 
         ("{% if x %}{{ x }}{% else %}none{% endif %}{{ y }}", "noneb"),
         ("{{ x | tojson }}{{ y }}", "nullb"),
         ("{{ 5 % 3 }}{{ [y, y] | join(x or '+') }}", "2b+b"),
+        ("{{ x | map('trim') | join(',') }}{{ y }}", "b"),
+        ("{{ x | truncate_tokens(4) or 'none' }}{{ y }}", "noneb"),
     ],
 )
 def test_a_null_that_the_template_handles(template: str, text: str) -> None:
@@ -381,6 +386,10 @@ def test_a_column_that_a_row_does_not_have_is_false_like_a_null() -> None:
     begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
     before = Renderer(begun).render(row)
     assert before == RowError("template_error", "the template failed at line 1: 'x' is undefined")
+    of_value = Renderer(make_spec(input={"prompt_template": "{{ meta.titel or '-' }}"})).render(Row(0, {"meta": {}}))
+    assert of_value == RowError(
+        "template_error", "the template failed at line 1: 'dict object' has no attribute 'titel'"
+    )
     printed = Renderer(make_spec(input={"prompt_template": "{{ y }}{{ x }}"})).render(row)
     assert printed == RowError("template_error", "the template failed at line 1: 'x' is undefined")
 

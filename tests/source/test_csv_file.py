@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import pathlib
 import re
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from batchinf.base.errors import InputError
+from batchinf.prompts.checks import input_notes
 from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.rows import Source, open_source
 
@@ -406,3 +408,12 @@ def test_the_limit_of_fields_of_the_process_stays(tmp_path: pathlib.Path) -> Non
         assert len(str(values_of(found)[0]["text"])) == 300_000  # type: ignore[call-overload,index]
     finally:
         csv.field_size_limit(before)
+
+
+def test_many_files_with_remarks_of_their_own_print_few_lines(tmp_path: pathlib.Path) -> None:
+    for number in range(25):
+        (tmp_path / f"{number:02}.csv").write_text("a,b\n" + "1,2\n" * number + "a,b\n")
+    with contextlib.closing(open_source(InputLocation(str(tmp_path)), tmp_path / "cache")) as source:
+        *notes, last = input_notes(source)
+    assert [note.partition(":")[2][:10] for note in notes] == [f" {number:02}.csv: 1" for number in range(20)]
+    assert last == "note: 5 more remarks about single files; `validate` of a file shows its own"

@@ -106,6 +106,7 @@ def test_folders_that_a_glob_matches_are_said(tmp_path: pathlib.Path) -> None:
     assert opened(tmp_path, {}, path=f"{path}/*").num_rows == 2
     whole = opened(tmp_path, {}, path=str(tmp_path / "in/**/*.jsonl"))
     assert (whole.num_rows, whole.remarks) == (6, {})
+    assert opened(tmp_path, {}, path=str(tmp_path / "in/**")).remarks == {}  # it matches the folder `in`, too
     (tmp_path / "x.jsonl").rename(tmp_path / "in/x.jsonl")
     assert opened(tmp_path, {}, path=path).remarks[left_out.NOT_FILES] == ["x.jsonl"]
     (tmp_path / "in/a.jsonl").unlink()

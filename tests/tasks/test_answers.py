@@ -4,6 +4,7 @@ import csv
 import json
 import pathlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
+from batchinf.base.slices import read_cut, write_cut
 from batchinf.job.open import location_of, open_job
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import read_spec
@@ -83,7 +85,7 @@ def spec_over(path: pathlib.Path, **input: Any) -> JobSpec:
 def places_of(spec: JobSpec, cache: pathlib.Path) -> tuple[str, list[int | None]]:
     """What the answers are, and the place of each."""
     source = open_source(location_of(spec), cache)
-    answers = answers_in(spec.input, source)
+    answers = answers_in(spec.input, source, print)
     reader = AnswerReader(spec.input.model_copy(update={"answers": answers}))
     rows = source.read(0, source.num_rows)
     read = [reader.read(row, spec.input.choices or list_of(row.values["x"])) for row in rows]
@@ -213,6 +215,20 @@ def test_a_job_keeps_what_its_answers_were(tmp_path: pathlib.Path) -> None:
     assert answers_of(tmp_path / "new")[-2:] == [(1, False), (None, True)]
 
 
+def test_reading_many_answers_is_announced(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["q", "a", "x"], *(("Q", "1", json.dumps(LETTERS)) for _ in range(3))])
+    said: list[str] = []
+    for num_rows in (3, 4):
+        monkeypatch.setattr("batchinf.tasks.score.answers._MANY_ROWS", num_rows)
+        source = open_source(location_of(spec_over(path)), tmp_path / "cache")
+        assert answers_in(spec_over(path).input, source, said.append) == "places"
+        source.close()
+    [line] = said
+    assert line.startswith("input.answers auto: reading the answers of at most 3 rows before the engines start; ")
+
+
 def test_slices_have_one_meaning(tmp_path: pathlib.Path) -> None:
     """That of the whole input, of which the first slice has only numbers."""
     rows = [("1", LETTERS)] * 12 + [("B", LETTERS)] * 12
@@ -222,6 +238,20 @@ def test_slices_have_one_meaning(tmp_path: pathlib.Path) -> None:
     parts = [answers_of(tmp_path / "out" / f"slice-{number}") for number in (0, 1)]
     assert parts == [[(None, True)] * 12, [(1, False)] * 12]
     assert "input.answers: texts" in jobs.run("status", tmp_path / "out").stdout
+
+
+def test_a_slice_joins_others_that_began_before_there_was_the_field(tmp_path: pathlib.Path) -> None:
+    """The others let each row decide, and so does it."""
+    spec = job_over(tmp_path, [("1", LETTERS)] * 12 + [("B", LETTERS)] * 12)
+    jobs.finish(spec, "--slice", "0/2")
+    cut = read_cut(str(tmp_path / "out"))
+    assert cut is not None
+    identity = {name: value for name, value in cut.identity.items() if name != "input.answers"}
+    (tmp_path / "out" / "cut.json").unlink()
+    write_cut(str(tmp_path / "out"), replace(cut, identity=identity, rules=FIRST_RULES), None)
+    jobs.finish(spec, "--slice", "1/2")
+    assert "input.answers" not in jobs.state_of(tmp_path / "out" / "slice-1").header.identity
+    assert answers_of(tmp_path / "out" / "slice-1") == [(1, False)] * 12
 
 
 def test_answers_are_decided_before_an_automatic_length(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,7 @@
 """What the values of `input.answer_column` mean: texts of choices, or places. `Score` and `ScorePrompts` use it."""
 
 import decimal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -120,7 +120,10 @@ class _Counts:
         return "places_from_1" if self.num_places < self.num_places_from_1 == self.num_numbers else "places"
 
 
-def answers_in(where: InputSpec, source: Source) -> Answers:
+_MANY_ROWS = 300_000  # about 5 s
+
+
+def answers_in(where: InputSpec, source: Source, say: Callable[[str], None]) -> Answers:
     """What `input.answers: auto` stands for, by the answers of all rows; `auto` if no row has one.
 
     The first text that is a choice of its row decides, unless it is a number. Otherwise all rows are read with their
@@ -132,6 +135,11 @@ def answers_in(where: InputSpec, source: Source) -> Answers:
     # JSON and Parquet have numbers, which are never texts of choices. CSV has only texts.
     may_be_text = source.prints_fields or pa.types.is_string(type) or pa.types.is_large_string(type)
     counts = _Counts()
+    if source.num_rows >= _MANY_ROWS:
+        say(
+            f"input.answers auto: reading the answers of at most {source.num_rows:,} rows before the engines start; "
+            "`input.answers: texts` or `places` in the spec saves this"
+        )
     for value, choices in _answers(where, source):
         number = value if isinstance(value, int) else number_in(value)
         if number is not None:

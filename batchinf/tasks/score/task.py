@@ -6,7 +6,7 @@ after the same context share one request.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,12 +106,12 @@ class Score(Task):
         return spec
 
     @classmethod
-    def settle(cls, spec: JobSpec, source: Source) -> JobSpec:
+    def settle(cls, spec: JobSpec, source: Source, say: Callable[[str], None]) -> JobSpec:
         """See `Task`. Decides `input.answers`."""
         where = spec.input
         if where.answer_column is None or where.answers != "auto":
             return spec
-        return spec.model_copy(update={"input": where.model_copy(update={"answers": answers_in(where, source)})})
+        return spec.model_copy(update={"input": where.model_copy(update={"answers": answers_in(where, source, say)})})
 
     def describe(self) -> str:
         """See `Task`."""
