@@ -9,9 +9,7 @@ from batchinf.prompts.openai.lines import CHAT_URL
 from batchinf.source.find import is_dataset
 from batchinf.source.formats.huggingface import has_splits, is_saved
 from batchinf.spec.job import JobSpec, RaySpec
-from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.registry import task_type
-from batchinf.tasks.score.task import Score
 
 HUB = "a dataset of the hub"
 SPLITS = "a saved dataset with splits"
@@ -121,15 +119,14 @@ def _forms_of_job(spec: JobSpec) -> dict[str, bool]:
     """The forms of a job besides those of its input and its prompts, and whether this job has them."""
     sampling = spec.sampling
     task = task_type(spec)
-    is_generate = issubclass(task, Generate)
     logprobs = (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids or None)
     stops = {"stop", "stop_token_ids"} & {*sampling.model_dump(exclude_defaults=True), *sampling.columns}
     return {
         PARSER: spec.model.tool_parser is not None and not spec.input.is_batch_file,
-        LOGPROBS: is_generate and logprobs != (None, None, None),
-        SCORED_TOKENS: issubclass(task, Score) and spec.output.include_token_logprobs,
-        STOPS: is_generate and (bool(stops) or not sampling.skip_special_tokens or spec.input.is_batch_file),
-        OUTPUT_TOKENS: is_generate,
+        LOGPROBS: task.makes_text and logprobs != (None, None, None),
+        SCORED_TOKENS: task.only_scores and spec.output.include_token_logprobs,
+        STOPS: task.makes_text and (bool(stops) or not sampling.skip_special_tokens or spec.input.is_batch_file),
+        OUTPUT_TOKENS: task.makes_text,
         BUCKET: spec.output.is_bucket,
         RAY: spec.backend == "ray",
     }
