@@ -74,7 +74,7 @@ def num_committed(out: pathlib.Path) -> int:
 def test_a_job_is_signalled_before_its_limit_and_queued_again_until_it_is_done(
     slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
 ) -> None:
-    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.09}, stop_before_s=10, drain_timeout_s=1)
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.09}, stop_before_s=11, drain_timeout_s=1)
     job = submit(spec, "--time", "1", "--gpus", "a100:1")
     assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
     assert int(slurm.state(job, "Restarts")) >= 1
