@@ -21,6 +21,7 @@ from batchinf.source.left_out import (
     in_words,
     note_folders,
     note_others,
+    note_splits,
     refuse_captions,
     refuse_table,
     refuse_twins,
@@ -150,6 +151,7 @@ def data_files(
         compressed = " or ".join(COMPRESSED)
         what = input.format or "data"
         raise InputError(f"{input.path} has no {what} file{in_words(left_out)}; {ALLOWED} ({compressed} may follow)")
+    note_splits((name if root is None else os.path.relpath(name, root) for name in files), left_out, input.path)
     return files
 
 

@@ -25,8 +25,12 @@ UNKNOWN = "no row is made of a file with an unknown ending"
 NOT_FILES = "not read, as it is a pipe or a device"
 LINKS = "a link to a folder is not followed; a glob follows it, such as `{path}/**/*.jsonl`"
 FOLDERS = "a glob does not read the files of a folder; `{path}/*` does, or give the path of the folder"
+SPLITS = "files of several splits are read together; a glob reads one split, such as `{path}/**/*{split}*`"
 JSON = "not read beside files of another format; `input.format: json` reads these files alone"
 PICTURES = "no row is made of a picture beside other data; `input.format: images` makes one of each"
+
+# How datasets on the hub name the files of a split, as in data/train-00000-of-00001.parquet.
+_SPLIT = re.compile(r"(?:^|[/._-])(train|test|validation|valid|val|dev|eval)(?=[/._-])")
 
 _ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json")  # `datasets` writes them beside its files
 
@@ -80,6 +84,16 @@ def note_folders(folders: Iterable[str], files: Iterable[str], left_out: LeftOut
     read = {file[:end] for file in files for end, sign in enumerate(file) if sign == "/"}
     if unread := sorted({folder.rstrip("/") for folder in folders} - read):
         left_out[FOLDERS.format(path=path.rstrip("/"))] = unread
+
+
+def note_splits(names: Iterable[str], left_out: LeftOut, path: str) -> None:
+    """Note files that are named after different splits, with the first of each. names: below the folder."""
+    firsts: dict[str, str] = {}
+    for name in names:
+        for split in _SPLIT.findall(name)[-1:]:
+            firsts.setdefault(split, name)
+    if len(firsts) > 1:
+        left_out[SPLITS.format(path=path.rstrip("/"), split=max(firsts))] = list(firsts.values())
 
 
 def in_words(left_out: LeftOut) -> str:

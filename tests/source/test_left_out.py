@@ -116,6 +116,18 @@ def test_folders_that_a_glob_matches_are_said(tmp_path: pathlib.Path) -> None:
         opened(tmp_path, {}, path=path)
 
 
+def test_files_of_several_splits_are_said(tmp_path: pathlib.Path) -> None:
+    """The usual folder of a dataset that was downloaded from the hub."""
+    files = {f"data/{split}-0000{number}-of-00002.jsonl": ROW for split in ("test", "train") for number in range(2)}
+    source = opened(tmp_path, files, path=str(tmp_path / "in"))
+    words = left_out.SPLITS.format(path=tmp_path / "in", split="train")
+    assert source.num_rows == 4
+    assert source.remarks[words] == ["data/test-00000-of-00002.jsonl", "data/train-00000-of-00002.jsonl"]
+    assert opened(tmp_path, {}, path=str(tmp_path / "in/**/*train*")).num_rows == 2
+    of_one = opened(tmp_path, {"latest/train/testimony.jsonl": ROW}, path=str(tmp_path / "in/latest"))
+    assert (of_one.num_rows, of_one.remarks) == (1, {})
+
+
 @pytest.mark.usefixtures("store_of_this_process")
 def test_folders_of_a_bucket_that_a_glob_matches_are_said(url: str, tmp_path: pathlib.Path) -> None:
     for number, name in enumerate(("a.jsonl", "b.jsonl/part-0.jsonl", "c/d.jsonl"), 1):
