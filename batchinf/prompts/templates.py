@@ -70,7 +70,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*" and max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
             raise TooMuchText
         if operator == "%" and isinstance(left, str) and not self.is_by_first_rules:
-            _refuse_missing_items([*right.values()] if isinstance(right, dict) else _as_tuple(right))
+            right = _PrintedDict(right) if isinstance(right, dict) else tuple(_refuse_missing_items(_as_tuple(right)))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
@@ -79,8 +79,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         name = getattr(__obj, "__name__", "")
         formats = name in ("format", "format_map") and not __self.is_by_first_rules
         if formats and isinstance(getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None), str):
-            values = [*args[0].values()] if name == "format_map" and isinstance(args[0], dict) else args
-            _refuse_missing_items([*values, *kwargs.values()])
+            _refuse_missing_items([*args, *kwargs.values()])
+            args = tuple(_PrintedDict(value) if isinstance(value, dict) else value for value in args)
         is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
         if (is_class and name in _OF_THE_CLOCK) or (
             isinstance(moment, datetime.date) and _is_local(moment, name, args)
@@ -125,6 +125,13 @@ def _refuse_missing(value: Any) -> Any:
 def _refuse_missing_items(values: Any) -> Any:
     """As `_refuse_missing`, for each of these values. Jinja2 maps and joins nothing for a null in place of them."""
     return None if values is None else [_refuse_missing(value) for value in values]
+
+
+class _PrintedDict(dict[Any, Any]):
+    """A dictionary from which a text is made: only the values that the text names are refused."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return _refuse_missing(super().__getitem__(key))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -327,7 +334,15 @@ _OF_ONE_TEXT = (
 
 
 def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
-    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+    by_place: tuple[Any, ...] = (
+        value,
+        name,
+        [],
+        [],
+        None,
+        None,
+    )  # with its arguments, which Jinja2 takes by place only
+    return nodes.Filter(*by_place, lineno=value.lineno)
 
 
 def _asked_for(tree: nodes.Template) -> Iterator[str]:

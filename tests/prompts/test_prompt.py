@@ -346,6 +346,7 @@ NULLS_MADE_TEXTS = [
     ("{{ '%s %s' | format(*[y, x]) }}", "b None"),
     ("{{ '%(a)s' % {'a': x} }}{{ y }}", "Noneb"),
     ("{{ '{a}'.format_map({'a': x}) }}{{ y }}", "Noneb"),
+    ("{{ '{0[a]}'.format({'a': x}) }}{{ y }}", "Noneb"),
     ("{% set z = 'a' ~ x %}{{ z }}", "aNone"),
 ]
 
@@ -372,6 +373,9 @@ def test_a_null_never_becomes_a_word(template: str, before: str, value: object, 
         ("{{ 5 % 3 }}{{ [y, y] | join(x or '+') }}", "2b+b"),
         ("{{ x | map('trim') | join(',') }}{{ y }}", "b"),
         ("{{ x | truncate_tokens(4) or 'none' }}{{ y }}", "noneb"),
+        ("{{ '%(a)s' % {'a': y, 'unused': x} }}", "b"),
+        ("{{ '{a}'.format_map({'a': y, 'unused': x}) }}", "b"),
+        ("{{ '{0[a]}'.format({'a': y, 'unused': x}) }}", "b"),
     ],
 )
 def test_a_null_that_the_template_handles(template: str, text: str) -> None:

@@ -120,7 +120,7 @@ def test_the_first_text_that_is_a_choice_decides(tmp_path: pathlib.Path) -> None
     assert answers == "texts" and places == [None] * 5000 + [1]
 
 
-# What a spec says counts, whatever the column looks like.
+# `answers` of the spec decides, also for a column that looks different.
 SAID = [
     ("texts", "2", LETTERS, "got '2' in column 'a'; expected the text of a choice, or null"),
     ("texts", 2, LETTERS, "got 2 in column 'a'; expected the text of a choice, or null"),

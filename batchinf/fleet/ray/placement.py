@@ -102,8 +102,8 @@ def num_replicas(spec: JobSpec, nodes: Sequence[Node], lost: Sequence[Node] = ()
         if not number and demand.count([node.total for node in nodes]):
             raise SpecError(
                 "parallel.data_parallel_size: got auto, but the cluster has no room for a replica now: it asks for "
-                f"{demand}; `ray status` shows what is free. Wait until other jobs end, or give a number to wait for "
-                "room"
+                f"{demand}; `ray status` shows what is free. Start the job again when other jobs have ended, or give "
+                "the number of replicas: the job then waits for room"
             )
         number = number or 1
     if number > most:

@@ -120,14 +120,14 @@ class _Counts:
         return "places_from_1" if self.num_places < self.num_places_from_1 == self.num_numbers else "places"
 
 
-_MANY_ROWS = 300_000  # about 5 s
+_MANY_ROWS = 300_000  # some seconds
 
 
 def answers_in(where: InputSpec, source: Source, say: Callable[[str], None]) -> Answers:
     """What `input.answers: auto` stands for, by the answers of all rows; `auto` if no row has one.
 
     The first text that is a choice of its row decides, unless it is a number. Otherwise all rows are read with their
-    choices: 15 µs a row, with four choices in JSON lines.
+    choices, in this thread.
     """
     if _are_numbers(where.choices):
         return "texts"

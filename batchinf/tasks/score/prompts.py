@@ -338,7 +338,7 @@ class ScorePrompts(PromptBuilder):
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
         place, answer_error = (None, answer) if isinstance(answer, str) else (answer, None)
-        scoring = Scoring(scored.spans, place, answer_error, scored.neutral, scored.joined)
+        scoring = Scoring(scored.spans, place, answer_error, neutral=scored.neutral, joined=scored.joined)
         return Prompt(
             row_index=index,
             token_ids=scored.token_ids,
