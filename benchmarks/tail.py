@@ -253,18 +253,13 @@ class Fleet:
         own.assigned = deque(lease for lease in own.assigned if lease.key not in keys)
 
 
-class NoTrials:
+class NoQuarantine:
     """A job without suspected rows."""
 
     def give(self) -> None: ...
 
-    def has_case(self, replica: FleetReplica) -> bool:
+    def is_on_trial(self, replica: FleetReplica) -> bool:
         return False
-
-    is_on_trial = has_case
-
-    def movable(self, replica: FleetReplica) -> tuple[Lease, ...]:
-        return replica.unbegun
 
     def condemned_in(self, lease: Lease) -> tuple[tuple[int, str], ...]:
         return ()
@@ -280,9 +275,9 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
     pending = PendingRows([extent], np.zeros(total_shards([extent]), np.bool_))
     replicas = [Replica(case, number, tokens) for number in range(case.num_replicas)]
     fleet, clock = Fleet(replicas), [-1.0]
-    trials: Any = NoTrials()
+    quarantine: Any = NoQuarantine()
     known_fleet: Any = fleet
-    assignment = Assignment(known_fleet, pending, trials, most_tokens=case.most_tokens, clock=lambda: clock[0])
+    assignment = Assignment(known_fleet, pending, quarantine, most_tokens=case.most_tokens, clock=lambda: clock[0])
     assignment.assign()
     now = 0.0
     info = EngineInfo(8192, case.max_num_seqs, 1, "", {})

@@ -182,7 +182,7 @@ class Hooks:
             case "engine":
                 from batchinf.base.errors import EngineDeadError
 
-                raise EngineDeadError("the engine core was killed", was_killed=True)
+                raise EngineDeadError("the engine core was killed")
             case "clock":
                 self.shift_s += strike.shift_s
             case "edit":

@@ -96,11 +96,7 @@ class Interrupted(BatchinfError):
 
 
 class EngineDeadError(BatchinfError):
-    """The engine died; its requests run again. was_killed: a signal from outside ended it, as far as is known."""
-
-    def __init__(self, message: str, was_killed: bool = False) -> None:
-        super().__init__(message)
-        self.was_killed = was_killed
+    """The engine died; its requests run again."""
 
 
 def out_of_memory_message(error: BaseException) -> str | None:

@@ -32,7 +32,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
 from batchinf.fleet.sharing.assignment import Assignment
-from batchinf.fleet.sharing.quarantine import Trials
+from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.names import staged_file
@@ -76,7 +76,7 @@ class Coordinator:
     fleet: Fleet
     """Knows its work."""
     pending: PendingRows
-    trials: Trials
+    quarantine: Quarantine
     telemetry: Telemetry
     num_inputs: int
     """Input rows of the whole job, or of the retry."""
@@ -99,7 +99,7 @@ class Coordinator:
         self._assignment = Assignment(
             self.fleet,
             self.pending,
-            self.trials,
+            self.quarantine,
             most_tokens=_most_tokens(self.job),
             begins_together=self.begins_together,
         )
@@ -292,7 +292,7 @@ class Coordinator:
                 case NoPlace():
                     without_place.append((replica, action))
                 case Tried(rows):
-                    self.trials.survived(replica, rows)
+                    self.quarantine.survived(replica, rows)
                 case Stopped():
                     stopped.append(replica)
         self._say_ready(ready)
@@ -340,7 +340,7 @@ class Coordinator:
         for finished, part in parts:
             self._manifest.part(part, finished.replica, finished.incarnation)
             self.count.add_part(part, self._num_inputs_of(part.shard))
-            self.trials.forget(part.shard)
+            self.quarantine.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
         if parts or not closed or self._mirror is None:  # parts that are being uploaded are committed later
@@ -438,8 +438,8 @@ class Coordinator:
             if self._identity.is_open:
                 self.count.add_kept(end)
         note_end(self._manifest, end)
-        suspicion = self.trials.note_death(end)
-        self._assignment.note_ended(end, self.trials.leases)
+        suspicion = self.quarantine.note_death(end)
+        self._assignment.note_ended(end, self.quarantine.leases)
         if end.step_down is not None:
             self._manifest.event(
                 "oom_step_down",
@@ -538,7 +538,7 @@ class Coordinator:
         looks = []
         for replica in self.fleet.replicas:
             if replica.is_live:
-                is_on_trial = replica.is_running and self.trials.is_on_trial(replica)
+                is_on_trial = replica.is_running and self.quarantine.is_on_trial(replica)
                 state = ON_TRIAL if is_on_trial else replica.state
                 looks.append(ReplicaLook.of(replica.number, replica.current.name, state, replica.current.progress))
         self.telemetry.look(looks)

@@ -38,7 +38,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
 from batchinf.fleet.parallel import check_processor
-from batchinf.fleet.sharing.quarantine import Trials
+from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
@@ -286,8 +286,8 @@ def _run_shards(
         is_done = num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0, 0)
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
-    trials = Trials(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
-    pending.withhold(trials.leases.values())
+    quarantine = Quarantine(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
+    pending.withhold(quarantine.leases.values())
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     coordinator = Coordinator(
         epoch=epoch,
@@ -295,7 +295,7 @@ def _run_shards(
         state=state,
         fleet=fleet,
         pending=pending,
-        trials=trials,
+        quarantine=quarantine,
         telemetry=telemetry,
         num_inputs=num_input_rows,
         committed=committed,

@@ -33,8 +33,7 @@ class Ending:
     """Its last events that no `poll` has returned."""
     in_flight: tuple[InFlightRequest, ...]
     """Requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause; then none of
-    them is suspected. If its host was lost, those of its last report: they count as not tried, and are suspected only
-    after the loss of a second host."""
+    them is suspected. If its host was lost, those of its last report; they count as not tried."""
     lifetime_s: float
     """How long it occupied its devices."""
 

@@ -57,8 +57,6 @@ class Ended:
     failed: Failed | None
     """Its last message, if that says why it ended."""
     was_asked: bool
-    was_killed: bool
-    """From outside, as far as known."""
     was_host_lost: bool
     """Its rows count as not tried."""
     in_flight: tuple[InFlightRequest, ...]
@@ -205,7 +203,7 @@ class Fleet:
 
     def give(self, replica: FleetReplica, message: Assign | Trial) -> None:
         """Give a replica leases, or a trial with its leases."""
-        replica.give(message.leases)
+        replica.give(message.leases, begins_at_once=isinstance(message, Trial))
         self.send(replica, message)
 
     def revoke(self, replica: FleetReplica, leases: Iterable[Lease]) -> None:
@@ -287,7 +285,6 @@ class Fleet:
             cause=cause,
             failed=failed,
             was_asked=was_asked,
-            was_killed=failed.was_killed if failed is not None else ending.ended_by in ("outside", "host"),
             was_host_lost=ending.ended_by == "host",
             in_flight=ending.in_flight if may_be_row else (),
             num_unfinished=len(ending.in_flight),

@@ -16,6 +16,7 @@ from batchinf.fleet.memory.engine_settings import Verdict
 from batchinf.fleet.status import ReplicaStatus, Totals
 from batchinf.records import EngineInfo, EngineStats, Lease, Part
 from batchinf.replica.messages import (
+    CONDEMNED,
     Event,
     Failed,
     Key,
@@ -424,9 +425,12 @@ class FleetReplica:
 
     # -- its leases --------------------------------------------------------------------------------------------------
 
-    def give(self, leases: Iterable[Lease]) -> None:
+    def give(self, leases: Iterable[Lease], *, begins_at_once: bool = False) -> None:
         """The replica is given leases."""
-        self.current.leases.update((lease.key, lease) for lease in leases)
+        by_key = {lease.key: lease for lease in leases}
+        self.current.leases.update(by_key)
+        if begins_at_once:
+            self.current.begun.update(by_key)
 
     def ask_back(self, leases: Iterable[Lease]) -> tuple[Key, ...]:
         """The replica is asked for leases. Returns the keys of all that it was asked for and has not answered."""
@@ -483,8 +487,11 @@ class FleetReplica:
         if verdict is not None:
             is_hopeless = verdict.action == "given up"
         if verdict is None or verdict.action != "again":
-            num_rows = max(self.current.progress.num_rows, self.current.finished_rows)
-            if num_rows > self.current.recovered_rows:
+            current = self.current
+            num_rows = max(current.progress.num_rows, current.finished_rows)
+            # No engine has run these: a broken one must not go on for ever because its rows become error rows.
+            num_condemned = max(current.progress.errors.get(CONDEMNED, 0), current.finished_errors[CONDEMNED])
+            if num_rows - num_condemned > current.recovered_rows:
                 self.failures = self.host_losses = 0
             self.failures += not was_host_lost
             self.host_losses += was_host_lost

@@ -20,7 +20,7 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request, Result
 from batchinf.replica.images import ImagePrompts, Render
-from batchinf.replica.messages import Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
+from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
 
@@ -140,8 +140,6 @@ class PendingRequest:
     num_requests: int
     """Of the row."""
     lease: OpenLease
-    probe: threading.Event | None = None
-    """Set once the request has finished; its completion is not stored."""
     image_bytes: int = 0
     """Of the tensors of images that the engine keeps until the request has finished."""
 
@@ -179,7 +177,7 @@ class Feeder(threading.Thread):
         super().__init__(name="feeder", daemon=True)
         self._assigned: deque[Lease] = deque()
         self._trials: deque[Trial] = deque()
-        self._opened: dict[Key, OpenLease] = {}  # for trials
+        self._opened: dict[Key, OpenLease] = {}  # by trials, which run only some of their rows
         self._condemned: dict[int, str] = {}
         self._rows_at_once = ROWS_AT_ONCE if self.images is None else _IMAGE_ROWS_AT_ONCE
         self._changed = threading.Condition()
@@ -245,40 +243,26 @@ class Feeder(threading.Thread):
         return opened
 
     def _try(self, trial: Trial) -> None:
-        for lease in trial.leases:
-            if lease.key not in self._opened:
-                self._opened[lease.key] = self._open(lease)
-        for rows in trial.groups:
-            probes = [probe for row in rows for probe in self._try_row(row, trial)]
-            while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
-                if self._is_stopping:
-                    return
-                time.sleep(_TRIAL_POLL_S)
-            self.emit(Tried(rows))
+        tried = [(opened, self._locals(opened, trial.rows)) for opened in map(self._begin_once, trial.leases)]
+        for opened, local in tried:
+            for first in range(0, len(local), self._rows_at_once):
+                self._feed_rows(opened, local[first : first + self._rows_at_once])
+        while any(len(opened.unfinished(local)) for opened, local in tried):
+            if self._is_stopping:
+                return
+            time.sleep(_TRIAL_POLL_S)
+        self.emit(Tried(trial.rows))
 
-    def _try_row(self, row: int, trial: Trial) -> list[threading.Event]:
-        """Feed one row of a trial. For a probe, returns events that are set once its requests have finished."""
-        opened = self._holder(row)
-        if opened is None or opened.is_finished(row):
-            return []
-        if not trial.is_probe:
-            self._feed_rows(opened, np.array([opened.rows.local(row)]))
-            return []
-        probes = []
-        builder = self._builder
-        for prompt in builder.build(self.source.read(row, row + 1, builder.columns), self.max_model_len):
-            for pending, num_bytes in self._expand(opened, prompt):
-                probes.append(threading.Event())
-                probe = replace(pending, request=_probe(pending.request), probe=probes[-1])
-                self.ready.put_all([(probe, num_bytes)])
-        return probes
+    def _begin_once(self, lease: Lease) -> OpenLease:
+        if lease.key not in self._opened:
+            self._opened[lease.key] = self._open(lease)
+        return self._opened[lease.key]
 
-    def _holder(self, row: int) -> OpenLease | None:
-        """The open lease of a row; None if the row is in none."""
-        return next((o for o in self._opened.values() if row in o.rows), None)
-
-    def _are_stored(self, rows: Iterable[int]) -> bool:
-        return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
+    @staticmethod
+    def _locals(opened: OpenLease, rows: Sequence[int]) -> Int64Array:
+        """The local indices of those rows that are in a lease."""
+        local = opened.rows.locals(np.array(rows, np.int64))
+        return local[local >= 0]
 
     def _feed(self, lease: Lease) -> None:
         opened = self._opened.pop(lease.key, None) or self._open(lease)
@@ -326,7 +310,7 @@ class Feeder(threading.Thread):
         """The requests that a row still has to run, with their sizes in bytes."""
         error = prompt.error
         if error is None and prompt.row_index in self._condemned:
-            error = RowError("engine_death", self._condemned[prompt.row_index])
+            error = RowError(CONDEMNED, self._condemned[prompt.row_index])
         if error is None and prompt.image_sources:
             return self._expand_images(opened, prompt)
         return self._unfinished(opened, prompt, self.task.requests(prompt, self.max_model_len), error)
@@ -374,13 +358,6 @@ class Feeder(threading.Thread):
                 yield PendingRequest(request, part, number, opened, image_bytes=image_bytes), num_bytes
         if failed:
             self.fail(FailedRow(opened, tuple(failed)))
-
-
-def _probe(request: Request) -> Request:
-    """The same prompt for one token."""
-    sampling = request.sampling
-    sampling = sampling.model_copy(update={"min_tokens": 0}) if sampling.min_tokens else sampling
-    return replace(request, max_tokens=1, sampling=sampling)
 
 
 def error_result(prompt: Prompt, request_index: int, num_requests: int, error: RowError, *, attempts: int) -> Result:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, out_of_memory_message
+from batchinf.base.errors import BatchinfError, OutputError, UserError, out_of_memory_message
 from batchinf.base.process import without_collection
 from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
@@ -337,8 +337,7 @@ class FirstFork:
 def last_words(error: BaseException) -> Failed:
     """The last message of a replica: the exception that ended it."""
     if isinstance(error, BatchinfError):
-        was_killed = isinstance(error, EngineDeadError) and error.was_killed
-        return Failed(type(error).__name__, str(error), error.exit_code, was_killed)
+        return Failed(type(error).__name__, str(error), error.exit_code)
     if (words := out_of_memory_message(error)) is not None:
         return Failed(type(error).__name__, words, UserError.exit_code)
     if isinstance(error, OSError) and error.errno in LASTING:

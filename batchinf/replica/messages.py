@@ -11,6 +11,8 @@ Key = tuple[int, int, int]  # of a lease: `Lease.key`
 
 # Error types of `Failed` that no restart mends, beside DriftError.
 DISK_ERROR = "DiskError"
+# The error type of rows that must not reach an engine, because they kill it.
+CONDEMNED = "engine_death"
 # The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
 STARTING_ENGINE = "starting the engine"
 # The engine is up, and the coordinator has not sent `Work` yet, or the replica still opens the input.
@@ -77,12 +79,10 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Run only these groups of rows of these leases, one group after the other."""
+    """Begin these leases, and run only these rows of them."""
 
     leases: tuple[Lease, ...]
-    groups: tuple[tuple[int, ...], ...]
-    is_probe: bool
-    """Generate one token for each request, and store nothing."""
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A trial's group of rows has run, and the engine is alive."""
+    """The rows of a trial have run, and the engine is alive."""
 
     rows: tuple[int, ...]
 
@@ -212,8 +212,6 @@ class Failed:
     cause: str
     """A line that a user can act on."""
     exit_code: int
-    was_killed: bool = False
-    """A signal from outside ended its engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class Worker:
 
     def _add(self, pending: PendingRequest) -> None:
         request = pending.request
-        known = self._shared.get(_shared_key(request)) if request.is_shared and pending.probe is None else None
+        known = self._shared.get(_shared_key(request)) if request.is_shared else None
         if known is not None:
             completion = replace(known, request=request)
             self._num_finished += 1
@@ -268,9 +268,6 @@ class Worker:
             self.engine.add(request)
         except RequestRefused as refusal:
             self.in_flight.leave(self._slots.pop(request.key))
-            if pending.probe is not None:
-                pending.probe.set()
-                return
             result = error_result(
                 pending.prompt,
                 request.request_index,
@@ -295,12 +292,9 @@ class Worker:
             pending = self._pending.pop(key)
             self._image_bytes -= pending.image_bytes
             self.in_flight.leave(self._slots.pop(key))
-            if pending.probe is None:
-                items.append((Finished(pending, completion), num_bytes(completion)))
-                if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
-                    self._shared[_shared_key(completion.request)] = completion
-            else:
-                pending.probe.set()
+            items.append((Finished(pending, completion), num_bytes(completion)))
+            if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
+                self._shared[_shared_key(completion.request)] = completion
         self._num_finished += len(items)
         self.finished.offer_all(items)
 

@@ -434,7 +434,7 @@ def test_engines_are_ended_once_their_rows_are_stored(fleet: Fleet, tmp_path: pa
         assert fleet.reap() == []
         first.hear(Stopped(), now=time.monotonic() - 60, at=0.0)
         [ended] = fleet.reap()
-        assert (ended.replica, ended.was_asked, ended.was_killed, ended.in_flight) == (first, True, False, ())
+        assert (ended.replica, ended.was_asked, ended.in_flight) == (first, True, ())
         fleet.replicas[1].hear(Stopped(), now=time.monotonic(), at=0.0)
         assert fleet.reap() == []
         fleet.replicas[2].hear(Stopped(), now=time.monotonic(), at=0.0)

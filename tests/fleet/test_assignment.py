@@ -54,19 +54,17 @@ class Bench:
         extents = (extent_of_all(0, NUM_ROWS, 10, 0, 0),)
         self.pending = PendingRows(extents, np.zeros(total_shards(extents), np.bool_))
         self.cases: set[int] = set()
-        trials: Any = types.SimpleNamespace(
+        quarantine: Any = types.SimpleNamespace(
             leases={},
-            movable=lambda replica: tuple(replica.unbegun),
             give=lambda: None,
-            has_case=lambda replica: replica.number in self.cases,
-            is_on_trial=lambda _: False,
+            is_on_trial=lambda replica: replica.number in self.cases,
             condemned_in=lambda _: (),
             note_stored=lambda _: None,
         )
         self.assignment = Assignment(
             self.fleet,
             self.pending,
-            trials,
+            quarantine,
             most_tokens=most_tokens,
             begins_together=begins_together,
             clock=lambda: self.now,

@@ -31,7 +31,7 @@ MESSAGES = (
         (records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1
     ),
     messages.Revoke(((1, 4, 8), (2, 9, 12))),
-    messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
+    messages.Trial((records.Lease(1, 0, 9),), (1, 2, 3)),
     messages.Identified(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),

@@ -346,9 +346,8 @@ def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any
 
 AT = "2026-01-01T00:00:00+00:00"
 CASE = {
-    "origin": "a", "replica": 0, "leases": [asdict(Lease(1, 8, 9))], "suspects": [2], "stage": "probe",
-    "accused": [], "later": [[3]],
-    "num_deaths": 1, "is_found": False, "doubted": None, "kept_as": "case/a",
+    "origin": "a", "replica": None, "leases": [asdict(Lease(1, 8, 9))], "suspects": [2], "others": [3],
+    "has_survived": False, "num_alone": 0, "kept_as": "suspects/a",
 }  # fmt: skip
 # By kind or by the event's name: a line with every field that is read again.
 LINES: dict[str, dict[str, Any]] = {
@@ -366,9 +365,9 @@ LINES: dict[str, dict[str, Any]] = {
         "replica_started": started("000001.0001"),
         "replica_ended": {"incarnation": "000001.0001", "device_s": 1.0},
         "ready": {"replica": 0, "device": "", "versions": {}, "settings": {}, "kept_as": "platform/a"},
-        "death": CASE,
+        "suspects": CASE,
         "condemned": {"row_index": 1, "message": "", "kept_as": "condemned/1"},
-        "forgotten": {"kept_as": "case/a"},
+        "forgotten": {"kept_as": "suspects/a"},
         "lost": {"shards": [1]},
         "oom_step_down": {"lowered": {}, "applies_to": {}, "kept_as": "oom_step_down"},
     }.items()

@@ -10,7 +10,6 @@ import gc
 import math
 import os
 import platform
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -393,12 +392,7 @@ class VllmEngine:
             raise
         except Exception as error:
             self._death = f"vLLM's engine died {where}: {_describe(error)}"
-            raise EngineDeadError(self._death, self._was_killed()) from error
-
-    def _was_killed(self) -> bool:
-        # An engine that fails has its own exit code. One that the kernel or a user killed has SIGKILL's.
-        manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
-        return any(process.exitcode == -signal.SIGKILL for process in getattr(manager, "processes", ()))
+            raise EngineDeadError(self._death) from error
 
     def _checked(self, output: Any) -> Completion:
         request = self._live[output.request_id]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from batchinf.base import faults
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.replica import FleetReplica
-from batchinf.fleet.sharing.quarantine import Trials
+from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.records import Lease
 from batchinf.replica.messages import WARMING_UP, Assign, Key
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations
@@ -34,7 +34,7 @@ class Assignment:
         self,
         fleet: Fleet,
         pending: PendingRows,
-        trials: Trials,
+        quarantine: Quarantine,
         *,
         most_tokens: int | None = None,
         begins_together: bool = False,
@@ -47,7 +47,7 @@ class Assignment:
         """
         self._fleet = fleet
         self._pending = pending
-        self._trials = trials
+        self._quarantine = quarantine
         self._most_tokens = most_tokens
         self._clock = clock
         self._is_waiting = begins_together
@@ -65,21 +65,18 @@ class Assignment:
             if self._is_any_awaited:
                 return
             self._is_waiting = False
-        self._trials.give()
+        self._quarantine.give()
         self._hand_out_anew()
         if not self._pending:
             self._take_from_the_busy()
 
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
-        """Hand out pending rows to these replicas alone: after `assign`, only they may have room.
-
-        A replica with a quarantine case waits for `assign`, which gives it the case first.
-        """
+        """Hand out pending rows to these replicas alone: after `assign`, only they may have room."""
         if self._is_waiting or not self._pending:
             return
         if self._sharing is None or len(self._fleet.replicas) <= _FEW_REPLICAS:
             self._count_left(self._loads(self._fleet.replicas))
-        self._hand_out(self._loads(replica for replica in replicas if not self._trials.has_case(replica)))
+        self._hand_out(self._loads(replicas))
 
     def note_ready(self) -> None:
         """The engine of a replica is up."""
@@ -98,7 +95,7 @@ class Assignment:
 
     def note_stored(self, lease: Lease) -> None:
         """The journal has the results of a lease. With the last lease of a shard, a replica can make its part."""
-        self._trials.note_stored(lease)
+        self._quarantine.note_stored(lease)
         self._pending.store(lease)
 
     # -- hand out and take back --------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ class Assignment:
         progress_s = max(_REPORT_S, len(self._fleet.replicas) / _REPORTS_PER_S) if sharing.are_few else 1.0
         for number, leases in by_replica.items():
             faults.point("coordinator.before_assign")
-            condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
+            condemned = tuple(item for lease in leases for item in self._quarantine.condemned_in(lease))
             self._fleet.give(self._fleet.replicas[number], Assign(tuple(leases), condemned, progress_s))
 
     def _take_from_the_busy(self) -> None:
@@ -145,8 +142,8 @@ class Assignment:
             replica=replica.number,
             window_rows=replica.window_rows,
             outstanding_rows=replica.outstanding_rows,
-            unbegun=self._trials.movable(replica),
-            is_accepting=not replica.is_stopping and not self._trials.is_on_trial(replica),
+            unbegun=replica.unbegun,
+            is_accepting=not replica.is_stopping and not self._quarantine.is_on_trial(replica),
             engine_rows=None if intake is None else intake.rows,
             num_closing=sum(lease.is_stored for lease in replica.current.leases.values()),
         )
