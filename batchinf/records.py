@@ -511,11 +511,9 @@ class Part(PartCounts):
     """A Parquet file that holds one whole shard, and its manifest line. About 500 bytes of memory."""
 
     shard: Count
-    file: JsonText
-    """Its name in `staging/`; once published, in `parts/`."""
     num_bytes: Count
     digest: JsonText
-    """xxh3-128 of its bytes."""
+    """xxh3-128 of its bytes, which its name in `staging/` has, too."""
     retry: Count = 0
     """The last retry that it has been through; 0 for none."""
     replica: Count | None = None
@@ -525,6 +523,8 @@ class Part(PartCounts):
     """Rows that a retry copied from the part that this one replaces, for the coordinator that commits the part."""
     num_kept_errors: Count = field(default=0, metadata=_NOT_WRITTEN)
     """Errors among these rows."""
+    replaces: JsonText = field(default="", metadata=_NOT_WRITTEN)
+    """The digest of the part from which a retry made it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

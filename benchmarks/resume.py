@@ -120,12 +120,11 @@ def make_part(folder: Folder, job_id: str, shard: Shard, name: str) -> Part:
     counts = PartCounts(num_rows=shard.num_rows, num_prompt_tokens=tokens, num_output_tokens=tokens)
     part = Part(
         shard=shard.index,
-        file=name.rpartition("/")[2],
         num_bytes=0,
         digest=f"{shard.index:032x}",
         **dataclasses.asdict(counts),
     )
-    entries = expected_entries(job_id, shard, shard.start, part)
+    entries = {name: value for name, value in expected_entries(job_id, shard, shard.start, part).items() if value}
     schema = pa.schema([], metadata=entries)
     path = folder.path(name)
     pq.write_table(schema.empty_table(), path)

@@ -241,7 +241,7 @@ class Replicas:
 
     def _part(self, replica: Replica, shard: Lease) -> Part:
         launch = replica.launch
-        name = f"staging/{staging_name(shard.index, launch.incarnation)}"
+        name = f"staging/{staging_name(shard.index, f'{shard.index:032x}')}"
         return make_part(Folder(pathlib.Path(launch.folder)), launch.job_id, shard, name)
 
     def _report(self, replica: Replica) -> None:

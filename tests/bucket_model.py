@@ -25,6 +25,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import stores
 
 import jobs
@@ -41,7 +43,7 @@ STEPS = {
 }  # fmt: skip
 EXTEND_STEPS = {"input_version.after_record": 1, "extend.before_line": 1, "extend.after_line": 1}
 RETRY_STEPS = {
-    "retry.before_line": 1, "retry.after_line": 1, "coordinator.before_replacing": 5, "coordinator.after_replacing": 5,
+    "retry.before_line": 1, "retry.after_line": 1, "mirror.before_part": 5, "mirror.after_part": 5,
 }  # fmt: skip
 Rows = list[dict[str, Any]]
 
@@ -180,9 +182,12 @@ class World:
         self._committed = {*commits}
         digests = stores.digests(own)
         expect(commits.keys() <= digests.keys(), "a committed part is gone")
-        replacements = {line["digest"] for line in stores.lines(own) if line["kind"] == "replacing"}
-        replaced = {digests[name] for name, line in commits.items() if digests[name] != line["digest"]}
-        expect(replaced <= replacements, "a committed part has other bytes")
+        replaced = {name for name, line in commits.items() if digests[name] != line["digest"]}
+        made_from = {name: self._replaces(own, name) for name in replaced}
+        expect(all(made_from[name] == commits[name]["digest"] for name in replaced), "a part has other bytes")
+        sizes = {name: len(stores.read(own, f"parts/{name}")) for name in replaced}
+        # The retry finds the others when it fetches the parts that it replaces.
+        waiting = {name for name in replaced if sizes[name] != commits[name]["num_bytes"]}
         self._note_early({name: digest for name, digest in digests.items() if name not in commits})
         rows = stores.rows_by_duckdb(own) if digests else []
         num_early = len(digests) - len(commits)
@@ -192,7 +197,12 @@ class World:
         expect(len({*places}) == len(places), "a row is there twice")
         whole = {row["row_index"]: row for row in expected(NUM_ROWS + NUM_MORE)}
         expect(all(row == whole[row["row_index"]] for row in rows), "a row is altered")
-        return not num_early and not replaced
+        return not num_early and not waiting
+
+    def _replaces(self, own: str, name: str) -> str:
+        """The digest of the part from which a retry made this one, by its footer."""
+        footer = pq.read_metadata(pa.BufferReader(stores.read(own, f"parts/{name}")))
+        return footer.metadata.get(b"batchinf.replaces", b"").decode()
 
     def _note_early(self, digests: dict[str, str]) -> None:
         """Parts before their commit: they stay as they are until then."""

@@ -46,6 +46,7 @@ import yaml
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import FileHeader, Folder
+from batchinf.commands.check import whole_part
 from batchinf.commands.head import read_head
 from batchinf.commands.status import job_status
 from batchinf.coordinator import recovery
@@ -59,10 +60,10 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.manifest.versions import stored_spec
-from batchinf.output import parts, seal
+from batchinf.output import parts
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import verify_part
+from batchinf.output.parts import stated_part
 from batchinf.prompts.renderer import Renderer
 from batchinf.records import Lease
 from batchinf.replica.messages import Assign, Failed, Progress
@@ -685,7 +686,7 @@ def jobs_shard(state: Any, index: int) -> Lease:
 
 def _part_case(draw: Draw, out: pathlib.Path) -> Any:
     names = sorted(path.name for path in (out / "parts").iterdir())
-    kind = draw.choice(("bytes", "sealed", "sealed", "splice"))
+    kind = draw.choice(("bytes", "splice"))
     return draw.choice(names), kind, some_hurts(draw), draw.choice(names)
 
 
@@ -700,29 +701,15 @@ def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> bool:
         data = data[: _at(len(data), hurts[0][1])] + second[_at(len(second), hurts[-1][1]) :]
     else:
         data = hurt(data, hurts)
-    if kind == "sealed":
-        data = _sealed_part(data)
     path.write_bytes(data)
     own = Folder(out)
     state = read_state(own)
     assert state is not None
     shard = jobs_shard(state, parse_part_name(name) or 0)
-    verify_part(own, f"parts/{name}", shard, state.header.fingerprint)
+    stated_part(own, f"parts/{name}", shard, state.header.fingerprint)
+    whole_part(own, state, shard.index)
     _look(out, 100)
     return False
-
-
-def _sealed_part(data: bytes) -> bytes:
-    """The bytes of a part with the right seal, if they still have a place for it."""
-    start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
-    end = bytearray(data[start:])
-    with contextlib.suppress(ValueError):
-        place = seal._seal_place(end)
-        end[place] = seal.UNSEALED["batchinf.seal"].encode()
-        digest = xxhash.xxh3_128(data[:start])
-        digest.update(end)
-        end[place] = digest.hexdigest().encode()
-    return data[:start] + bytes(end)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

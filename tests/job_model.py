@@ -822,6 +822,9 @@ class JobModel(RuleBasedStateMachine):
             ended = self._run(*extend, strike=strike, may_refuse=is_needed)
             if ended.code == 0:
                 break
+            if ended.code == 2 and "--repair` takes such parts in" in ended.errors:
+                self._command("check", str(folder), "--repair", may_refuse=True)
+                continue
             if ended.code == 2 and not ended.step:
                 if str(path) not in ended.errors and path.parent.name not in ended.errors:
                     self._fail(f"the refusal does not name {path}: {ended.errors}")
@@ -877,18 +880,21 @@ class JobModel(RuleBasedStateMachine):
         return found
 
     def _committed(self, found: dict[Key, Row]) -> set[Key]:
-        """The keys of rows in parts that the manifest names."""
+        """The keys of rows in parts that the manifest names. Those that are only staged are no output yet."""
         kept: set[Key] = set()
         for folder in self._folders():
-            named: set[int] = set()
+            named: dict[int, str] = {}
             for line in lines_of(folder):
                 if line.get("kind") == "part":
-                    named.add(line["shard"])
+                    named[line["shard"]] = line["digest"]
                 elif line.get("name") == "lost":
-                    named -= set(line["fields"]["shards"] if "fields" in line else line["shards"])
-            for shard in named:
+                    for shard in line["fields"]["shards"] if "fields" in line else line["shards"]:
+                        named.pop(shard, None)
+            for shard, digest in named.items():
                 path = folder / "parts" / f"part-{shard:06d}.parquet"
                 if not path.exists():
+                    if (folder / "staging" / f"{shard:06d}-{digest}.parquet").exists():
+                        continue
                     if self.is_damaged:
                         continue  # a repair moved it aside, and no run has noticed yet
                     self._fail(f"{path}, which the manifest names, is gone")

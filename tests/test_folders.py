@@ -97,6 +97,11 @@ def go_on(
     return said.getvalue()
 
 
+def stored_in(out: pathlib.Path) -> dict[pathlib.Path, bytes]:
+    """The parts and the manifest of a job."""
+    return {path: path.read_bytes() for name in ("parts", "manifest") for path in (out / name).iterdir()}
+
+
 def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
     return sorted(jobs.rows_of(out), key=lambda row: (row["row_index"], row.get("sample_index", 0)))
 
@@ -120,13 +125,61 @@ def rewrite(out: pathlib.Path, change: Callable[[Fields], Fields]) -> None:
 
 
 def test_a_job_keeps_the_rules_with_which_it_began(unpacked: Callable[[str], pathlib.Path]) -> None:
-    out = unpacked("generate-killed")
+    out = unpacked("format-2/generate-killed")
     state = jobs.state_of(out)
     assert "rules" not in state.header.spec
     assert prepare_job(read_spec("job.yaml"), state).spec.rules == 1
     assert prepare_job(read_spec("job.yaml")).spec.rules == RULES == 2
+
+
+# -- the format before ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", folders.TASKS)
+def test_a_finished_job_of_the_format_before_is_read(unpacked: Callable[[str], pathlib.Path], task: str) -> None:
+    out = unpacked(f"format-2/{task}-finished")
+    before = stored_in(out)
+    assert_whole(out)
+    assert {*batchinf.open(OUT).table()["row_index"].to_pylist()} == {*range(folders.NUM_ROWS)}
+    assert len(read_head(OUT, 3).rows) == 3
+    go_on()  # nothing is left to run
+    assert stored_in(out) == before
+    assert write_report(OUT).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("state", ["killed", "retrying"])
+def test_an_unfinished_job_of_the_format_before_names_the_commit(
+    unpacked: Callable[[str], pathlib.Path], state: str
+) -> None:
+    out = unpacked(f"format-2/generate-{state}")
+    before = stored_in(out)
+    with pytest.raises(
+        OutputError, match=r"format version 2, .* finish it with batchinf of commit ce7877c3"
+    ) as refused:
+        go_on()
+    assert "\n" not in str(refused.value)
+    assert stored_in(out) == before
+    assert read_head(OUT, 3).rows
+
+
+def test_no_row_of_a_finished_job_of_the_format_before_runs_again(unpacked: Callable[[str], pathlib.Path]) -> None:
+    out = unpacked("format-2/generate-finished")
+    before = stored_in(out)
+    words = "run its rows in a new job with input.exclude.job, or use batchinf of commit ce7877c3"
+    with pytest.raises(OutputError, match=words):
+        go_on(folders.RETRY)
+    assert stored_in(out) == before
+    folders.write_rows(out.parent, 60)
+    with pytest.raises(OutputError, match=words):
+        go_on(extends=True)
+    assert stored_in(out) == before
+    # The way out: a new job with the rows that the old one does not have.
+    spec = json.loads((out.parent / "job.yaml").read_text())
+    spec["input"]["exclude"] = {"job": OUT, "on": "id"}
+    spec["output"]["path"] = "new"
+    (out.parent / "job.yaml").write_text(json.dumps(spec))
     go_on()
-    assert "rules" not in jobs.state_of(out).header.spec
+    assert {row["row_index"] for row in rows_of(out.parent / "new")} == {*range(48, 60)}
 
 
 # -- the present version -----------------------------------------------------------------------------------------------
@@ -259,9 +312,7 @@ def test_a_later_column_does_not_come_into_a_job(
     finished = unpacked(f"{task}-finished")
     expected = rows_of(finished)
     put(task, with_column(registry.TASKS[task], column))
-    # Old jobs of `score` lack `is_joined`, too.
-    names, it = (f"columns {column}, is_joined are", "them") if task == "score" else (f"column {column} is", "it")
-    line = f"{names} of a later version; this job goes on without {it}"
+    line = f"column {column} is of a later version; this job goes on without it"
     assert go_on(folders.RETRY).count(line) == 1
     assert rows_of(finished) == expected
     assert_whole(finished)
@@ -346,9 +397,7 @@ def test_a_part_with_other_columns_is_found(unpacked: Callable[[str], pathlib.Pa
 def test_an_older_format_is_refused_and_begun_anew(unpacked: Callable[[str], pathlib.Path]) -> None:
     out = unpacked("generate-killed")
     rewrite(out, lambda line: {**line, "format_version": 1} if line["kind"] == "header" else line)
-    words = (
-        f"{OUT} was written by an older batchinf, 0.1.0, in format version 1; this one reads version 2: use an older"
-    )
+    words = f"{OUT} was written by an older batchinf, 0.1.0, in format version 1; this one reads versions 2 to 3: use"
     for command in (go_on, lambda: batchinf.open(OUT), lambda: batchinf.status(OUT), lambda: read_head(OUT, 3)):
         with pytest.raises(OutputError, match=words) as refused:
             command()

@@ -74,8 +74,18 @@ class Folder:
             raise OutputError(f"cannot create the output folder {disk_error(error, self.root)}") from error
 
     @contextlib.contextmanager
-    def writing(self, name: str, fault: str = "storage.write", *, durable: bool = True) -> Iterator[IO[bytes]]:
-        """A binary file that appears under `name`, whole and durable, when the block ends without an error."""
+    def writing(
+        self,
+        name: str,
+        fault: str = "storage.write",
+        *,
+        durable: bool = True,
+        final_name: Callable[[], str] | None = None,
+    ) -> Iterator[IO[bytes]]:
+        """A binary file that appears under `name`, whole and durable, when the block ends without an error.
+
+        final_name: makes another name in the same folder, when the whole file is written.
+        """
         target = self.path(name)
         temporary = _temporary(target)
         try:
@@ -87,6 +97,8 @@ class Folder:
                         _sync(file)
                     else:
                         file.flush()
+            if final_name is not None:
+                target = self.path(final_name())
             with naming(target):
                 faults.point(f"{fault}.before_rename")
                 temporary.replace(target)
@@ -151,23 +163,6 @@ class Folder:
         if durable:
             sync_folder(self.path(target).parent)
             sync_folder(self.path(source).parent)
-
-    def publish_new(self, source: str, target: str) -> bool:
-        """Give the file `source` the name `target` too, and never replace a `target`. True if this call made it.
-
-        The caller calls `sync` for the folder of `target`, and then deletes `source`. Without hard links this renames,
-        and a `target` that another process makes at the same moment may be replaced.
-        """
-        with naming(self.path(target)):
-            faults.point("storage.publish.before_link")
-        try:
-            if not _link(self.path(source), self.path(target)):
-                return False
-        except _NoLinksError:
-            if self.exists(target):
-                return False
-            self.publish(source, target, durable=False)
-        return True
 
     def sync(self, folder: str) -> None:
         """Make the names of files in `folder` durable."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from batchinf.base.errors import OutputError
+from batchinf.base.parquet import open_part
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
@@ -20,32 +21,33 @@ from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import Holder, JobLock, live_holder
-from batchinf.manifest.log import snapshot_commits
+from batchinf.manifest.log import Manifest, snapshot_commits
 from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, last_epoch, list_logs, read_beginning, read_state
 from batchinf.manifest.versions import check_version, spec_text, stored_spec
 from batchinf.output.journal import Journal, list_shards
-from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, job_of, other_owner
+from batchinf.output.parts import stated_part
+from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, is_newer, job_of, other_owner
 from batchinf.records import Extent, Part
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.tasks.registry import task_of
 
-_KINDS = {"header", "extent", "files", "event", "snapshot", "counted_event"}
 _PARTS_TO_ASK = 100
 _CHUNK = 1024
-# The longest time between the publication of a part and its manifest line.
+# The longest time between the manifest line of a part and its name in `parts/`.
 _SETTLE_S = 1.0
 
 # The problems before the empty line are damage. Those after it are harmless.
 Problem = Literal[
     "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
-    "repair_lost", "part_damaged", "foreign_file", "spec_missing",
+    "repair_lost", "part_damaged", "part_unnamed", "foreign_file", "spec_missing",
 
-    "part_unnamed", "journal_damaged", "spec_restored",
+    "part_uploaded", "part_taken_in", "journal_damaged", "spec_restored",
 ]  # fmt: skip
 _NOTES = {
-    "part_unnamed": "is not in the manifest: the next run adopts it if it is whole",
+    "part_uploaded": "is not in the manifest: the next run commits it if it is whole",
+    "part_taken_in": "was not in the manifest; it is whole, and the manifest names it now",
     "journal_damaged": "is damaged; its results run again, unless a part has them",
     "spec_restored": "was missing; it is written again",
 }
@@ -66,6 +68,10 @@ _WRONG = {
     "repair_lost": (
         "is gone or altered; it has input rows that {0.detail} took from a file",
         "restore it from a backup; a --retry with the same --input restores the copy of that file, too",
+    ),
+    "part_unnamed": (
+        "is a part of this job that the manifest does not name, because it is older than the part",
+        "check --repair takes it in",
     ),
     "foreign_file": ("is not a part of this job, but readers would read it as one", "move it away"),
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
@@ -100,7 +106,7 @@ class CheckFinding:
         return self.problem not in _NOTES
 
     def line(self, *, is_running: bool) -> str:
-        if self.problem == "part_unnamed" and is_running:
+        if self.problem == "part_uploaded" and is_running:
             return f"note: {self.file} is not in the manifest: being published"
         if not self.is_wrong:
             return f"note: {self.file} {_NOTES[self.problem]}"
@@ -279,9 +285,11 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
     if epoch is None:
         return check
     try:
-        return dataclasses.replace(check, replaced_logs=tuple(rebuild_manifest(folder, epoch)))
+        check = dataclasses.replace(check, replaced_logs=tuple(rebuild_manifest(folder, epoch)))
     except OutputError as error:
         return dataclasses.replace(check, error=str(error))
+    state = read_state(folder)
+    return check if state is None else FilesCheck(folder, state, is_deep=False, is_repair=True).checked(check)
 
 
 class FilesCheck:
@@ -292,6 +300,8 @@ class FilesCheck:
         self.state = state
         self.is_deep = is_deep
         self.is_repair = is_repair
+        self._taken_in: list[Part] = []
+        """Parts that a repair adds to the manifest."""
 
     def holder(self) -> Holder | None:
         """The process that seems to run the job."""
@@ -331,12 +341,14 @@ class FilesCheck:
         names = self.part_names()
         self.read_state()
         state = self.state
-        findings += [*_check_names(names, state), *_check_coverage(state), *self.other_findings()]
+        findings += [*self._check_names(names), *_check_coverage(state), *self.other_findings()]
+        if self._taken_in:
+            self._commit_taken_in()
         task = task_of(stored_spec(state.header.spec))
         return dataclasses.replace(
             check,
             is_checked=True,
-            findings=tuple(findings),
+            findings=(*check.findings, *findings),
             num_parts=total_shards(state.extents),
             num_parts_checked=num_parts,
             num_rows=task.expected_rows(
@@ -365,6 +377,9 @@ class FilesCheck:
             return
         for shard, flaw in flaws.items():
             name = f"parts/{part_name(shard)}"
+            if self.is_newer(shard):
+                yield self.unnamed(shard)
+                continue
             moved_to = self.move_aside(name) if self.is_repair else None
             # A run notices a plain flaw, and makes the part again.
             yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
@@ -382,18 +397,56 @@ class FilesCheck:
 
     def flaw(self, parts: PartsOfJob, shard: int) -> Flaw | None:
         """The flaw of a shard's part. parts: what the parts must be."""
-        place = shard_at(self.state.extents, shard)
-        flaws = (parts.flaw(place, part, is_deep=self.is_deep) for part in allowed_parts(self.state, shard))
-        first = next(flaws)
-        return None if first is None or None in flaws else first
+        return parts.flaw(shard_at(self.state.extents, shard), self.state.parts[shard], is_deep=self.is_deep)
+
+    def is_newer(self, shard: int) -> bool:
+        """Whether a shard has a part that the manifest does not know yet."""
+        return is_newer(self.files, shard, self.state)
+
+    def _check_names(self, names: Iterable[str]) -> Iterator[CheckFinding]:
+        """Readers take all of `parts/*.parquet`, so no other file may be there. names: read before the state."""
+        named = {part_name(shard) for shard in self.state.parts} | {part_name(part.shard) for part in self._taken_in}
+        for name in names:
+            if name in named or not name.endswith(".parquet"):
+                continue
+            shard = parse_part_name(name)
+            if shard is None or shard >= total_shards(self.state.extents):
+                yield CheckFinding("foreign_file", f"parts/{name}")
+            else:
+                yield self.unnamed(shard)
+
+    def unnamed(self, shard: int) -> CheckFinding:
+        """The finding for a part that the manifest does not know yet. A repair takes it in, or moves it aside."""
+        name = f"parts/{part_name(shard)}"
+        if not self.is_newer(shard):
+            return CheckFinding("foreign_file", name)
+        if not self.is_repair:
+            return CheckFinding("part_unnamed", name, shard=shard)
+        if (part := whole_part(self.files, self.state, shard)) is None:
+            return CheckFinding("part_damaged", name, "is not in the manifest and not whole", self.move_aside(name))
+        self._taken_in.append(part)
+        return CheckFinding("part_taken_in", name, shard=shard)
+
+    def _commit_taken_in(self) -> None:
+        with contextlib.closing(Manifest(self.files, last_epoch(self.files) + 1)) as manifest:
+            for part in self._taken_in:
+                manifest.part(part)
+            manifest.commit()
 
 
-def allowed_parts(state: State, shard: int) -> list[Part]:
-    """The committed part, and that of a retry that was killed after it had put its part in place.
-
-    The manifest does not say the second one yet. The next run says it.
-    """
-    return [state.parts[shard], *([state.replacing[shard]] if shard in state.replacing else [])]
+def whole_part(folder: Folder, state: State, shard: int) -> Part | None:
+    """The record of the file of a shard in `parts/`, if all of it is as it was written; None if it is not."""
+    place = shard_at(state.extents, shard)
+    name = f"parts/{part_name(shard)}"
+    rows = RunOrder(folder, state.extents).of(place)
+    part = stated_part(folder, name, place, state.header.fingerprint, rows=rows)
+    if part is None or _parts_of(folder, state).flaw(place, part, is_deep=True) is not None:
+        return None
+    with contextlib.suppress(OutputError), open_part(folder.path(name), page_checksum_verification=True) as file:
+        for index in range(file.num_row_groups):
+            file.read_row_group(index)
+        return part
+    return None
 
 
 def _lost_selection(folder: Folder, state: State) -> CheckFinding | None:
@@ -414,19 +467,6 @@ def _parts_of(folder: Folder, state: State) -> PartsOfJob:
         num_samples=None if task.rows_vary else task.num_rows_per_input,
         schema=state.header.columns.part_schema,
     )
-
-
-def _check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
-    """Readers take all of `parts/*.parquet`, so no other file may have such a name. state: read after `names`."""
-    named = {part_name(shard) for shard in state.parts}
-    for name in names:
-        if name in named or not name.endswith(".parquet"):
-            continue
-        shard = parse_part_name(name)
-        if shard is not None and name == part_name(shard) and shard < total_shards(state.extents):
-            yield CheckFinding("part_unnamed", f"parts/{name}", shard=shard)
-        else:
-            yield CheckFinding("foreign_file", f"parts/{name}")
 
 
 def _check_coverage(state: State) -> Iterator[CheckFinding]:
@@ -460,7 +500,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
             "backup, or give the job another output.path"
         )
-    # The header and the extents are enough. The next run reads each part, and adopts it if it is whole and the job's.
+    state.done = None
     state.events.append(EventLine("rebuilt", utc_now(), {"replaces": logs}))
     state.event_counts["rebuilt"] += 1
     data = encode_commits(snapshot_commits(state, logs))
@@ -472,8 +512,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
 def _useful_lines(folder: Folder, name: str) -> Iterator[Fields]:
     for fields in whole_lines(folder, name):
         check_version(folder, fields)
-        if fields.get("kind") in _KINDS:
-            yield fields
+        yield fields
 
 
 def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
@@ -503,7 +542,10 @@ def _apply(folder: Folder, state: State, log: list[Fields]) -> None:
     try:
         for fields in log:
             # A snapshot repeats extents.
-            if fields["kind"] != "extent" or not any(_is_same(extent, fields) for extent in state.extents):
+            if fields["kind"] == "extent" and any(_is_same(extent, fields) for extent in state.extents):
+                continue
+            # The file of a part whose line cannot be applied is looked at later.
+            with contextlib.suppress(*((LookupError, ValueError) if fields["kind"] == "part" else ())):
                 state.apply(fields)
     except (LookupError, ValueError) as error:
         raise OutputError(

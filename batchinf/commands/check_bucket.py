@@ -19,7 +19,6 @@ from batchinf.commands.check import (
     CheckReport,
     FilesCheck,
     JobCheck,
-    allowed_parts,
     check_journal,
 )
 from batchinf.commands.status import jobs_in
@@ -30,7 +29,7 @@ from batchinf.manifest.look import PATIENCE_S, Look, say_if_large
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.bundles import unbundled, whole_segments
-from batchinf.output.proof import Flaw, PartsOfJob
+from batchinf.output.proof import Flaw, PartsOfJob, is_newer
 from batchinf.output.restore import fetch_selection
 
 
@@ -124,21 +123,34 @@ class _BucketCheck(FilesCheck):
         return super().flaws(shards)
 
     def flaw(self, parts: PartsOfJob, shard: int) -> Flaw | None:
-        if (flaw := self._size_flaw(shard)) is not None or not self.is_deep:
-            return flaw
+        size_flaw = self._size_flaw(shard)
+        # A retry may have uploaded a replacement, and been killed before its commit: the next run commits it.
+        is_retrying = bool(self.state.retries) and not self.state.is_done
+        if size_flaw is None and not self.is_deep:
+            return None
+        if size_flaw is not None and not (is_retrying and part_name(shard) in self._sizes):
+            return size_flaw
         path: pathlib.Path = self.files.path(f"parts/{part_name(shard)}")
         self._bucket.download(f"parts/{part_name(shard)}", path)
         try:
-            flaw = super().flaw(parts, shard)
+            if is_retrying and is_newer(self.files, shard, self.state):
+                return None
+            flaw = size_flaw or super().flaw(parts, shard)
         finally:
             path.unlink(missing_ok=True)
         # A run compares only sizes.
-        return None if flaw is None else dataclasses.replace(flaw, is_plain=False)
+        return None if flaw is None else dataclasses.replace(flaw, is_plain=size_flaw is not None)
+
+    def is_newer(self, shard: int) -> bool:
+        return False  # see `flaw`
+
+    def unnamed(self, shard: int) -> CheckFinding:
+        return CheckFinding("part_uploaded", f"parts/{part_name(shard)}", shard=shard)
 
     def _size_flaw(self, shard: int) -> Flaw | None:
         size = self._sizes.get(part_name(shard))
-        if any(size == part.num_bytes for part in allowed_parts(self.state, shard)):
-            return None
         expected = self.state.parts[shard].num_bytes
+        if size == expected:
+            return None
         what = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
         return Flaw(what, is_plain=True)

@@ -24,7 +24,7 @@ from batchinf.base.errors import (
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.base.text import counted, list_names
-from batchinf.coordinator.publishing import announce, publish
+from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
@@ -35,9 +35,10 @@ from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
+from batchinf.manifest.names import staged_file
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
-from batchinf.output.replace import rows_of_other_images
+from batchinf.output.replace import check_replaced, rows_of_other_images
 from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlace, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
@@ -330,14 +331,13 @@ class Coordinator:
     def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
         folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
+        for _, part in parts:
+            if part.retry:
+                check_replaced(folder, part, self.state.parts[part.shard])
         self._say_other_images([part for _, part in parts])
-        if self._mirror is None:
-            publish([part for _, part in parts], folder, self._manifest, self._lock)
-        else:
-            announce([part for _, part in parts], self._manifest)
+        if self._mirror is not None:
             parts = self._mirror.exchange(parts)
         for finished, part in parts:
-            folder.delete(f"staging/{finished.part.file if finished.part is not None else part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.quarantine.forget(part.shard)
@@ -345,10 +345,14 @@ class Coordinator:
             self._manifest.event("all_committed")
         if parts or not closed or self._mirror is None:  # parts that are being uploaded are committed later
             self._manifest.commit()
+        if self._mirror is None:
+            publish([part for _, part in parts], folder, self._lock.check)
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
         if self._mirror is not None:
             self._mirror.note_committed([part for _, part in parts])
+            for finished, part in parts:
+                folder.delete(staged_file(finished.part or part))
 
     def _say_other_images(self, parts: Sequence[Part]) -> None:
         """Name the rows of a retry whose earlier results were of other images. Call it while both parts are there."""

@@ -338,10 +338,10 @@ def _run_retries(epoch: Epoch) -> None:
         )
         if begun is None:
             say(f"no row matches {epoch.retry.text}: no row runs again")
+    if epoch.mirror is not None:
+        judge_by(epoch.mirror, job, state)
     while (unfinished := next_retry(job, state, manifest, epoch.mirror)) is not None:
         retry = unfinished.retry
-        if epoch.mirror is not None:
-            judge_by(epoch.mirror, job, state)
         num_rows = int(unfinished.num_chosen.sum())
         num_shards = int((unfinished.num_chosen > 0).sum())
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
@@ -353,6 +353,8 @@ def _run_retries(epoch: Epoch) -> None:
         finally:
             fleet.kill()
         state = committed_state(job.folder)
+        if epoch.mirror is not None:
+            judge_by(epoch.mirror, job, state)
 
 
 def _note_speed(epoch: Epoch, run_s: float) -> None:

@@ -1,46 +1,27 @@
-"""Gives staged parts their names in `parts/`. For the parts of a bucket, see `output.mirror`."""
+"""Gives committed parts their names in `parts/`. For the parts of a bucket, see `output.mirror`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder
-from batchinf.manifest.lock import JobLock
-from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import published_file, staged_file
 from batchinf.records import Part
 
 
-def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: JobLock) -> None:
-    """Give staged parts their published names. The manifest says before which committed parts they replace."""
-    lock.check()
-    announce(parts, manifest)
+def publish(parts: Sequence[Part], folder: Folder, check_lock: Callable[[], object]) -> None:
+    """Rename staged parts into `parts/`. Their lines are committed: after a crash, the next start renames them.
+
+    check_lock: raises LockLost if another process has taken the job over. By the digest in its name, a process that was
+    paused for long renames only what it has committed.
+    """
     for part in parts:
         faults.point("coordinator.before_publish")
-        _publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}", folder, lock)
+        check_lock()
+        try:
+            folder.publish(staged_file(part), published_file(part), durable=False)
+        except FileNotFoundError:
+            check_lock()
+            raise
         faults.point("coordinator.after_publish")
     if parts:
         folder.sync("parts")
-
-
-def announce(parts: Sequence[Part], manifest: Manifest) -> None:
-    """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
-    replacements = [part for part in parts if part.retry]
-    for part in replacements:
-        manifest.replacing(part)
-    if replacements:
-        faults.point("coordinator.before_replacing")
-        manifest.commit()
-        faults.point("coordinator.after_replacing")
-
-
-def _publish(staged: str, published: str, folder: Folder, lock: JobLock) -> None:
-    """Give a staged part its name. Only the lock's holder replaces a file: a process may have been paused for long."""
-    lock.check()
-    try:
-        is_new = folder.publish_new(staged, published)
-    except FileNotFoundError:
-        lock.check()
-        raise
-    if not is_new:
-        lock.check()
-        folder.publish(staged, published, durable=False)

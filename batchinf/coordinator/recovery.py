@@ -1,24 +1,25 @@
-"""Recovers what an earlier epoch of the job left: accounts for its replicas, adopts its parts, sweeps its files.
+"""Recovers what an earlier epoch of the job left: accounts for its replicas, takes its parts in, sweeps its files.
 
-Only files with names of our own pattern are touched. No row can be lost here: a part that is not adopted is run again.
+Only files with names of our own pattern are touched, and no file in `parts/` is deleted. No row can be lost here: the
+shard of a part that is not taken in runs again.
 """
 
-import contextlib
 import functools
 import shutil
 
+from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, file_digest
+from batchinf.coordinator.publishing import publish
 from batchinf.fleet.status import JobStatus
 from batchinf.job.job import Job
 from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
+from batchinf.manifest.names import parse_part_name, parse_staging_name, staged_file
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
-from batchinf.output.parts import verify_part
-from batchinf.output.proof import changed_parts, job_of
-from batchinf.output.replace import replaces
+from batchinf.output.parts import stated_part
+from batchinf.output.proof import changed_parts, is_newer, job_of
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
@@ -61,21 +62,14 @@ def recover(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = 
     """Make folder and manifest consistent. The caller commits the new lines of the manifest.
 
     mirror: of a job in a bucket, which holds the parts.
-    Returns the indices of the shards whose parts were adopted, and of those whose parts were lost.
+    Returns the indices of the shards whose staged parts were taken in, and of those whose parts were lost. Raises
+    OutputError if the manifest is older than the parts.
     """
     folder = job.folder
     _sweep(folder)
-    if mirror is None:
-        _settle(folder, state, manifest)
-        lost = _check_parts(state, manifest, changed_parts(folder, state))
-    else:
-        judge_by(mirror, job, state)
-        unknown = _settle_uploaded(state, manifest, mirror)
-        lost = _check_parts(state, manifest, sorted({*unknown, *mirror.changed_parts(state)}))
-    if mirror is None:
-        adopted = [*_adopt(job, state, manifest, "parts"), *_adopt(job, state, manifest, "staging")]
-    else:
-        adopted = _adopt_uploaded(job, state, manifest, mirror)
+    adopted, lost = (
+        _recover_folder(job, state, manifest) if mirror is None else _recover_bucket(job, state, manifest, mirror)
+    )
     closed = (
         shard
         for shard in journal.list_shards(folder)
@@ -118,31 +112,102 @@ def tidy(folder: Folder) -> None:
     shutil.rmtree(folder.path(IMAGES_FOLDER), ignore_errors=True)
 
 
-def _check_parts(state: State, manifest: Manifest, lost: list[int]) -> list[int]:
+def _recover_folder(job: Job, state: State, manifest: Manifest) -> tuple[list[int], list[int]]:
+    """See `recover`."""
+    folder = job.folder
+    staged = ((name, digest, state.parts.get(shard)) for name, shard, digest in _staged(folder))
+    named = [(name, line) for name, digest, line in staged if line is not None and line.digest == digest]
+    publish(
+        [line for name, line in named if file_digest(folder.path(name)) == line.digest], folder, manifest.check_lock
+    )
+    lost = changed_parts(folder, state)
+    _move_unknown(folder, state, {*lost})
+    _forget(state, manifest, lost)
+    adopted = []
+    for name, shard, _ in _staged(folder):
+        part = _whole(job, state, name, shard)
+        if part is None:
+            folder.delete(name)
+            continue
+        manifest.part(part)
+        state.note(part)
+        adopted.append(part)
+    if adopted:
+        manifest.commit()
+        publish(adopted, folder, manifest.check_lock)
+    return [part.shard for part in adopted], lost
+
+
+def _recover_bucket(job: Job, state: State, manifest: Manifest, mirror: Mirror) -> tuple[list[int], list[int]]:
+    """See `recover`. Uploads and commits whole staged parts; those that the bucket has without a commit are staged.
+
+    A replacement that was uploaded without a commit is committed here if its size is another one, else by the retry.
+    """
+    judge_by(mirror, job, state)
+    found = {shard: mirror.find_part(state.parts[shard]) for shard in mirror.changed_parts(state)}
+    lost = [shard for shard, part in found.items() if part is None]
+    adopted = [part for part in found.values() if part is not None]
+    _forget(state, manifest, lost)
+    for part in adopted:
+        _commit_uploaded(part, state, manifest, mirror)
+    for name, shard, _ in _staged(job.folder):
+        staged = _whole(job, state, name, shard)
+        there = None if staged is None else _uploaded(staged, state.parts.get(shard), mirror)
+        if there is not None:
+            adopted.append(there)
+            _commit_uploaded(there, state, manifest, mirror)
+        job.folder.delete(name)
+    return [part.shard for part in adopted], lost
+
+
+def _uploaded(part: Part, line: Part | None, mirror: Mirror) -> Part | None:
+    """Upload a staged part. Returns the part that is there then; None if another file is there.
+
+    line: the committed part of its shard, which it replaces.
+    """
+    there = None if line is None else mirror.find_part(line)
+    if there is None and line is not None:
+        return None
+    return mirror.put_part(part) if there is line else there
+
+
+def _commit_uploaded(part: Part, state: State, manifest: Manifest, mirror: Mirror) -> None:
+    manifest.part(part)
+    state.note(part)
+    mirror.note_committed([part])
+
+
+def _staged(folder: Folder) -> list[tuple[str, int, str]]:
+    """The staged parts: file, shard and digest."""
+    names = ((f"staging/{name}", parse_staging_name(name)) for name in folder.list("staging"))
+    return [(name, *parsed) for name, parsed in names if parsed is not None]
+
+
+def _move_unknown(folder: Folder, state: State, lost: set[int]) -> None:
+    """Move files in the places of parts that are not those of the manifest to `damaged/`.
+
+    lost: committed shards whose part is another file or none. Raises OutputError for a part of the job that is newer
+    than the manifest.
+    """
+    for name in folder.list("parts"):
+        shard = parse_part_name(name)
+        if shard is None or (shard in state.parts and shard not in lost):
+            continue
+        if is_newer(folder, shard, state):
+            raise OutputError(
+                f"{folder.path('parts')}/{name} is a part of this job that the manifest does not name: the manifest is "
+                f"older, as in a backup; `batchinf check {folder.root} --repair` takes such parts in"
+            )
+        folder.move_aside(f"parts/{name}")
+
+
+def _forget(state: State, manifest: Manifest, lost: list[int]) -> None:
     """Treat committed parts that are missing or exchanged as not committed, so that their shards run again."""
     for shard in lost:
         state.forget(shard)
     if lost:
         # This line must come before those of adopted parts, because the last line about a shard counts.
         manifest.event("lost", shards=lost)
-    return lost
-
-
-def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
-    """Finish replacements that a crash interrupted between the `replacing` line and the new part's line."""
-    for shard, line in list(state.replacing.items()):
-        name = f"parts/{part_name(shard)}"
-        staged = f"staging/{line.file}"
-        is_there = _digest(folder, name) == line.digest
-        if not is_there and parse_staging_name(line.file) == shard and _digest(folder, staged) == line.digest:
-            folder.publish(staged, name)
-            is_there = True
-        if is_there:
-            manifest.part(line)
-            state.note(line)
-        else:
-            # The new part is lost. The old one stays if it is whole, and the retry's rows run again.
-            state.replacing.pop(shard)
 
 
 def judge_by(mirror: Mirror, job: Job, state: State) -> None:
@@ -150,85 +215,18 @@ def judge_by(mirror: Mirror, job: Job, state: State) -> None:
     mirror.judge = functools.partial(_whole, job, state)
 
 
-def _settle_uploaded(state: State, manifest: Manifest, mirror: Mirror) -> list[int]:
-    """The same for a job in a bucket. Returns the shards whose part there is neither the old nor the new one."""
-    unknown = []
-    for shard, line in list(state.replacing.items()):
-        state.replacing.pop(shard)
-        if (old := state.parts.get(shard)) is None:
-            continue
-        there = mirror.settle(old, line)
-        if there is None:
-            unknown.append(shard)
-        elif there is not old:
-            manifest.part(there)
-            state.note(there)
-            mirror.note_committed([there])
-    return unknown
-
-
-def _digest(folder: Folder, name: str) -> str | None:
-    with contextlib.suppress(OSError):
-        return file_digest(folder.path(name))
-    return None
-
-
 def _whole(job: Job, state: State, name: str, index: int) -> Part | None:
-    """The record of a part without a manifest line, if it is whole and newer than the shard's committed part."""
+    """The record of a staged part without a line, if it is whole and newer than the shard's committed part."""
     if index >= total_shards(state.extents):
         return None
     shard = shard_at(state.extents, index)
     rows = RunOrder(job.folder, state.extents).of(shard)
-    part = verify_part(job.folder, name, shard, job.fingerprint, rows=rows)
-    if part is None or job_of(job.folder, name) != state.header.job_id:
+    part = stated_part(job.folder, name, shard, job.fingerprint, rows=rows)
+    if part is None or staged_file(part) != name or job_of(job.folder, name) != state.header.job_id:
         return None
     if part.retry and part.retry not in state.retries:
         return None
-    if index not in state.parts:
+    line = state.parts.get(index)
+    if line is None or (part.retry > line.retry and part.replaces == line.digest):
         return part
-    is_next = part.retry > state.parts[index].retry
-    old = f"parts/{part_name(index)}"
-    return part if is_next and job.folder.exists(old) and replaces(job.folder, name, old) else None
-
-
-def _adopt(job: Job, state: State, manifest: Manifest, where: str) -> list[int]:
-    """Commit whole parts that the manifest does not name yet, and delete the others."""
-    adopted = []
-    for name in job.folder.list(where):
-        index = parse_part_name(name) if where == "parts" else parse_staging_name(name)
-        if index is None or (where == "parts" and index in state.parts):
-            continue
-        part = _whole(job, state, f"{where}/{name}", index)
-        if part is None:
-            job.folder.delete(f"{where}/{name}")
-            continue
-        if index in state.parts:
-            manifest.replacing(part)
-            manifest.commit()
-        if where == "staging":
-            job.folder.publish(f"staging/{name}", f"parts/{part_name(index)}")
-        manifest.part(part)
-        state.note(part)
-        adopted.append(index)
-    return adopted
-
-
-def _adopt_uploaded(job: Job, state: State, manifest: Manifest, mirror: Mirror) -> list[int]:
-    """Upload and commit whole staged parts that the manifest does not name yet, and delete their files.
-
-    Those that the bucket had without a commit are staged, too.
-    """
-    adopted = []
-    for name in job.folder.list("staging"):
-        staged = f"staging/{name}"
-        index = parse_staging_name(name)
-        part = None if index is None or index in state.parts else _whole(job, state, staged, index)
-        if part is not None and index is not None:
-            part = mirror.put_part(part, staged)
-            manifest.part(part)
-            state.note(part)
-            mirror.note_committed([part])
-            adopted.append(index)
-        if index is not None:
-            job.folder.delete(staged)
-    return adopted
+    return None

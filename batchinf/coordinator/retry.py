@@ -145,8 +145,8 @@ def next_retry(job: Job, state: State, manifest: Manifest, mirror: Mirror | None
             chosen = _chosen_rows(job, number)
         num_chosen = np.where(behind, 0 if chosen is None else chosen.counts(order.shards()), 0)
         if chosen is not None and num_chosen.any():
-            if mirror is not None:
-                _fetch(mirror, [state.parts[shard] for shard in np.flatnonzero(num_chosen).tolist()])
+            if mirror is not None and _fetch(mirror, state, manifest, np.flatnonzero(num_chosen).tolist()):
+                return next_retry(job, state, manifest, mirror)
             return UnfinishedRetry(retry, _with_overrides(job, retry.overrides), num_chosen, chosen)
     return None
 
@@ -231,10 +231,17 @@ def _matching(job: Job, part: Part, predicate: Predicate, mirror: Mirror | None)
         mirror.forget_part(part.shard)
 
 
-def _fetch(mirror: Mirror, parts: Sequence[Part]) -> None:
+def _fetch(mirror: Mirror, state: State, manifest: Manifest, shards: Sequence[int]) -> bool:
+    """Fetch the parts of these shards, and commit replacements that the bucket has already. Whether there were any."""
+    parts = [state.parts[shard] for shard in shards]
     mirror.say_fetch(parts)
-    for part in parts:
-        mirror.fetch_part(part)
+    replacements = [found for part in parts if (found := mirror.fetch_part(part)) is not part]
+    for part in replacements:
+        manifest.part(part)
+        state.note(part)
+    manifest.commit()
+    mirror.note_committed(replacements)
+    return bool(replacements)
 
 
 def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:

@@ -43,7 +43,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning
-from batchinf.manifest.versions import later_columns, later_columns_line
+from batchinf.manifest.versions import check_current, later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
@@ -104,6 +104,8 @@ def start(
     number: of the epoch. contents: the model's local files. mirror: of a job in a bucket. given: the file from which a
     retry takes rows.
     """
+    if prepared.state is not None:
+        check_current(prepared.folder, prepared.state.header, is_done=prepared.state.is_done)
     prepared = with_known_numbers(prepared, backend, display.say)
     _note_later_columns(prepared, display.say)
     if prepared.spec.scripted is None:
@@ -144,7 +146,7 @@ def start(
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
-            replicas.end(manifest)  # the recovery adopted all parts that were missing
+            replicas.end(manifest)  # the recovery took all parts in that were missing
         else:
             _give_work(job, state, replicas, manifest, choice=choice, make_builder=make_builder, say=display.say)
         make_builder.cache_clear()
@@ -300,7 +302,7 @@ def _recover(
     adopted, lost = recover(job, state, manifest, mirror)
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
     for shard in lost[:_LOST_TO_NAME]:
-        say(f"warning: part {shard} is gone or altered; its rows run again")
+        say(f"warning: part {shard} is gone or altered; its rows run again, and an altered file is kept in damaged/")
     if len(lost) > _LOST_TO_NAME:
         say(f"warning: {len(lost) - _LOST_TO_NAME:,} more parts are gone or altered; their rows run again")
 

@@ -22,7 +22,7 @@ from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.lock import not_begun_message
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import readable_file
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.media import ImageLoader
 from batchinf.records import BoolArray, Extent, Int64Array, Prompt
@@ -330,8 +330,8 @@ class Exclusion:
             for job in job_folders(out):
                 state = read_state(job.folder)
                 has_begun |= state is not None
-                for shard in sorted(() if state is None else state.parts):
-                    yield from self._keys_of_part(out, job.folder, f"parts/{part_name(shard)}")
+                for _, part in sorted(() if state is None else state.parts.items()):
+                    yield from self._keys_of_part(out, job.folder, readable_file(job.folder, part))
             if not has_begun:
                 raise self._wrong(not_begun_message(out))
 

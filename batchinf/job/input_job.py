@@ -1,16 +1,16 @@
 """`input.job`: the output rows of another job as the input. Its manifest says which parts it has committed."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, read_cut
 from batchinf.manifest.look import Look
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import published_file
 from batchinf.manifest.state import State, read_jobs
-from batchinf.records import InputJob
+from batchinf.records import InputJob, Part
 from batchinf.source.files import InputFile
 from batchinf.source.find import folder_of
 from batchinf.source.remote import objects_in
@@ -26,8 +26,8 @@ def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
     look = _look(out)
     for job, state in _jobs(look, must_be_done=must_be_done):
         slice_folder = "" if job.slice is None else f"{job.folder.root.name}/"
-        parts = {f"parts/{part_name(shard)}": part for shard, part in sorted(state.parts.items())}
-        found = _found(look, job, list(parts))
+        parts = {published_file(part): part for _, part in sorted(state.parts.items())}
+        found = _found(look, job, parts)
         for name, part in parts.items():
             file = found.get(name)
             if file is None or (must_be_done and file.stamp()[0] != part.num_bytes):
@@ -37,11 +37,11 @@ def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
     return files
 
 
-def _found(look: Look, job: JobFolder, names: Sequence[str]) -> dict[str, InputFile]:
-    """Those of these files of a job that are there."""
+def _found(look: Look, job: JobFolder, parts: Mapping[str, Part]) -> dict[str, InputFile]:
+    """Those of these parts of a job that are there, by name."""
     if look.is_bucket:
-        return {f"parts/{file.name}": file for file in objects_in(f"{look.named(job)}/parts")} if names else {}
-    paths = {name: os.path.abspath(job.folder.path(name)) for name in names}
+        return {f"parts/{file.name}": file for file in objects_in(f"{look.named(job)}/parts")} if parts else {}
+    paths = {name: os.path.abspath(look.part(job, part)) for name, part in parts.items()}
     return {name: InputFile(name, path) for name, path in paths.items() if os.path.exists(path)}
 
 

@@ -179,7 +179,7 @@ _RECORDS: dict[str, type[Any]] = {"header": Header, "retry": Retry, "files": Mod
 def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
     """A line as its record; None for an unknown kind. Raises ValueError or LookupError for a missing or wrong field."""
     match line["kind"]:
-        case "part" | "replacing":
+        case "part":
             if missing := [name for name in BASIC_COUNTS if name not in line]:
                 raise LookupError(f"a part without {missing}")
             return adapter(Part).validate_python(line)
@@ -229,8 +229,8 @@ _PART_NAMES = tuple(
 _part_values = operator.attrgetter(*_PART_NAMES)
 
 
-def part_line(kind: Literal["part", "replacing"], part: Part) -> Fields:
-    return {"kind": kind, **dict(zip(_PART_NAMES, _part_values(part), strict=True)), **part.written()}
+def part_line(part: Part) -> Fields:
+    return {"kind": "part", **dict(zip(_PART_NAMES, _part_values(part), strict=True)), **part.written()}
 
 
 def event_line(kind: Literal["event", "counted_event", "kept_event", "done"], event: EventLine) -> Fields:

@@ -1,6 +1,7 @@
 """Writes the manifest: one log for each epoch, in atomic commits.
 
-A torn commit loses no rows: a part that no line names is verified and adopted, or its shard runs again.
+A part gets its name in `parts/` after its line is committed. A torn commit loses no rows: the parts that it should have
+named still stand in `staging/`, and the next start commits them.
 """
 
 import dataclasses
@@ -38,8 +39,7 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
     yield {"kind": "snapshot", "at": utc_now(), "replaces": replaces, **counts}
     yield from _job_lines(state)
-    yield from (part_line("part", part) for part in state.parts.values())
-    yield from (part_line("replacing", part) for part in state.replacing.values())
+    yield from (part_line(part) for part in state.parts.values())
     yield from (event_line("counted_event", event) for event in state.events)
     yield from (event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
@@ -122,17 +122,9 @@ class Manifest:
         self._lines.append({"kind": "files", "at": utc_now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
-        """Record that this published part has a shard's rows. replica, incarnation: those that made it, if known."""
+        """Record that this part has a shard's rows. replica, incarnation: those that made it, if known."""
         part = dataclasses.replace(part, replica=replica, incarnation=incarnation)
-        self._lines.append(part_line("part", part))
-
-    def replacing(self, part: Part) -> None:
-        """Record that this part is about to replace the old part of its shard.
-
-        The line of the old part is valid until the new part has its own line. After a crash between the two lines, the
-        digest tells which part is in place.
-        """
-        self._lines.append(part_line("replacing", part))
+        self._lines.append(part_line(part))
 
     def retry(self, retry: Retry) -> None:
         """Record that a retry begins; a job that was done is no longer done."""

@@ -25,7 +25,7 @@ from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LOCK, not_begun_message
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import part_name, published_file, readable_file
 from batchinf.manifest.state import State, read_jobs
 from batchinf.records import Part
 
@@ -67,9 +67,9 @@ class Look:
 
     def part(self, job: JobFolder, part: Part) -> pathlib.Path:
         """The file of a committed part, which is fetched from the bucket at its first use."""
-        name = f"parts/{part_name(part.shard)}"
+        name = published_file(part)
         if not self.is_bucket:
-            return job.folder.path(name)
+            return job.folder.path(readable_file(job.folder, part))
         path = job.folder.path(f"parts/{part.digest}-{part_name(part.shard)}")
         if not path.exists():
             job.folder.make("parts")

@@ -55,8 +55,6 @@ class State:
     """By shard."""
     retries: dict[int, Retry] = field(default_factory=dict)
     """By number."""
-    replacing: dict[int, Part] = field(default_factory=dict)
-    """By shard, parts of a retry that may or may not have replaced those in `parts` yet."""
     events: deque[EventLine] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_EVENTS))
     """The last 1,000."""
     event_counts: Counter[str] = field(default_factory=Counter)
@@ -166,7 +164,6 @@ class State:
     def note(self, part: Part) -> None:
         """Add a part; it replaces an earlier one of the same shard."""
         self.committed[part.shard] = True
-        self.replacing.pop(part.shard, None)
         self.parts[part.shard] = part
 
     def forget(self, shard: int) -> None:
@@ -182,8 +179,6 @@ class State:
     def apply(self, fields: Fields) -> None:
         """Apply a line; unknown kinds are ignored. Raises LookupError or ValueError if it cannot follow."""
         match read_line(fields):
-            case Part() as part if fields["kind"] == "replacing":
-                self.replacing[part.shard] = part
             case Part() as part:
                 self.note(part)
             case EventLine() as event:

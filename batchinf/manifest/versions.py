@@ -14,8 +14,10 @@ from batchinf.spec.file import dump_spec
 from batchinf.spec.job import FIRST_RULES, JobSpec
 
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 OLDEST_VERSION = 2
+_LAST_COMMITS = {2: "ce7877c3"}
+"""The last commit of batchinf that runs rows of jobs in an older format. Later ones only read such jobs."""
 _FRESH = "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
 
 
@@ -31,6 +33,20 @@ def check_version(folder: Folder, fields: Fields) -> None:
     raise OutputError(
         f"{folder.root} was written by {age} batchinf{f', {writer},' if writer else ''} in format version {version}; "
         f"this one reads {reads}: use {age} one, or {_FRESH}"
+    )
+
+
+def check_current(folder: Folder, header: Header, *, is_done: bool) -> None:
+    """Raise OutputError for a job in an older format, which can be read, but runs no more rows."""
+    if header.format_version == FORMAT_VERSION:
+        return
+    commit = _LAST_COMMITS[header.format_version]
+    way_out = f"finish it with batchinf of commit {commit}"
+    if is_done:
+        way_out = f"run its rows in a new job with input.exclude.job, or use batchinf of commit {commit}"
+    raise OutputError(
+        f"{folder.root} holds a job in format version {header.format_version}, and this batchinf runs rows only in "
+        f"version {FORMAT_VERSION}: {way_out}"
     )
 
 

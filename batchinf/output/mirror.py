@@ -35,7 +35,14 @@ from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import TAKEOVER_AFTER_S, LockLost
-from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
+from batchinf.manifest.names import (
+    TELEMETRY_FOLDER,
+    parse_part_name,
+    part_name,
+    published_file,
+    staged_file,
+    staging_name,
+)
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output.bundles import Piece, bundled, unbundled, whole_segments
 from batchinf.output.journal import num_results, place_of
@@ -166,20 +173,23 @@ class Mirror:
         shutil.rmtree(self._folder.path("parts"))
         self._folder.make("parts")
         committed = {} if state is None else state.parts
-        shards = ((parse_part_name(listed.name), f"parts/{listed.name}") for listed in listing.result())
-        # Uploaded, but not committed: the recovery adopts them like staged parts.
-        self._download(
-            (name, f"staging/{staging_name(shard, 'uploaded')}")
-            for shard, name in shards
-            if shard is not None and shard not in committed
-        )
+        shards = (parse_part_name(listed.name) for listed in listing.result())
+        # Uploaded, but not committed: the recovery commits them like staged parts.
+        _finish(partial(self._stage, shard) for shard in shards if shard is not None and shard not in committed)
         self._dropped = {shard: part.retry for shard, part in committed.items()}
         self._restore_journal(bundles.result())
         return self.chain.last_epoch
 
-    def _download(self, names: Iterable[tuple[str, str]]) -> None:
-        """Download objects into files of the folder, several at a time."""
-        _finish(partial(self._bucket.download, name, self._folder.path(to)) for name, to in names)
+    def _stage(self, shard: int) -> tuple[str, str, str] | None:
+        """Download the part of a shard into `staging/`: its name there, its digest, and the ETag; None without one."""
+        path = self._folder.path(f"staging/.tmp-{uuid.uuid4().hex}")
+        etag = self._bucket.download(f"parts/{part_name(shard)}", path)
+        if etag is None:
+            return None
+        digest = file_digest(path)
+        name = f"staging/{staging_name(shard, digest)}"
+        path.replace(self._folder.path(name))
+        return name, digest, etag
 
     def has_leftovers(self) -> bool:
         """Whether killed processes left results or the lock of a finished job. False while a process may hold it."""
@@ -196,45 +206,40 @@ class Mirror:
             self._dropped.pop(shard, None)
         return lost
 
-    def settle(self, old: Part, new: Part) -> Part | None:
-        """The part that is in the bucket after a crash between the upload of a replacement and its commit.
-
-        None if it is neither the old nor the new one. If the new one is still staged here, it is uploaded now.
-        """
-        there = f"staging/{staging_name(new.shard, 'there')}"
-        etag = self._bucket.download(f"parts/{part_name(new.shard)}", self._folder.path(there))
-        digest = None if etag is None else file_digest(self._folder.path(there))
-        self._folder.delete(there)
-        staged = f"staging/{new.file}"
-        if digest == old.digest and etag is not None and self._has(staged, new.digest):
-            self._etags[new.shard] = etag
-            return self.put_part(new, staged)
-        return next((part for part in (old, new) if part.digest == digest), None)
-
-    def _has(self, name: str, digest: str) -> bool:
-        path = self._folder.path(name)
-        return path.exists() and file_digest(path) == digest
-
     def say_fetch(self, parts: Sequence[Part]) -> None:
         """Say how much is about to be fetched."""
         if parts := [part for part in parts if part.shard not in self._etags]:
             size = size_text(sum(part.num_bytes for part in parts))
             self._say(f"fetching {counted(len(parts), 'part')}, {size}, from {self.url}")
 
-    def fetch_part(self, part: Part) -> None:
-        """Download a committed part into the folder, unless it is there. Raises OutputError if it is not the part."""
-        name = f"parts/{part_name(part.shard)}"
-        if part.shard in self._etags:
-            return
-        self._folder.make("parts")  # a job that was done already has not made it
-        etag = self._bucket.download(name, self._folder.path(name))
-        if etag is None or not self._has(name, part.digest):
-            self._folder.delete(name)
+    def fetch_part(self, part: Part) -> Part:
+        """As `find_part`, but raises OutputError if neither of them is there."""
+        if (found := self.find_part(part)) is None:
             raise OutputError(
-                f"{self.url}/{name} is not the committed part: delete it, and run the same command again, which makes "
-                "it again"
+                f"{self.url}/{published_file(part)} is not the committed part: delete it, and run the same command "
+                "again, which makes it again"
             )
-        self._etags[part.shard] = etag
+        return found
+
+    def find_part(self, part: Part) -> Part | None:
+        """Download a committed part into the folder, unless it is there.
+
+        Returns it, or its replacement: a process that was killed has uploaded that, and has not committed it. None if
+        neither of them is there.
+        """
+        if part.shard in self._etags:
+            return part
+        self._folder.make("staging", "parts")  # a job that was done already has not made them
+        if (there := self._stage(part.shard)) is None:
+            return None
+        staged, digest, etag = there
+        found = part if digest == part.digest else self.judge(staged, part.shard)
+        if found is None:
+            self._folder.delete(staged)
+        else:
+            self._folder.publish(staged, published_file(part), durable=False)
+            self._etags[part.shard] = etag
+        return found
 
     def forget_part(self, shard: int) -> None:
         """Delete the folder's copy of a part."""
@@ -320,25 +325,26 @@ class Mirror:
             except queue.Empty:
                 return uploaded
 
-    def put_part(self, part: Part, staged: str) -> Part:
+    def put_part(self, part: Part) -> Part:
         """Upload a staged part. Returns the part that is there now, which an earlier process may have uploaded.
 
         A whole part of the job is never replaced: it may be committed by now. Anything else cannot have been committed.
         The part of a retry replaces the one from which it was made, and nothing else.
         """
-        name = f"parts/{part_name(part.shard)}"
+        name = published_file(part)
         etag = self._etags.get(part.shard) if part.retry else None
         while True:
             self._refuse_if_lost()
             faults.point("mirror.before_part")
-            etag = self._bucket.upload(name, self._folder.path(staged), etag)
+            etag = self._bucket.upload(name, self._folder.path(staged_file(part)), etag)
             faults.point("mirror.after_part")
             if etag is None:
                 return part
-            theirs = f"staging/{staging_name(part.shard, f'theirs-{uuid.uuid4().hex[:8]}')}"
-            if (etag := self._bucket.download(name, self._folder.path(theirs))) is not None:
-                whole = self.judge(theirs, part.shard)
-                self._folder.delete(theirs)
+            if (theirs := self._stage(part.shard)) is not None:
+                staged, digest, etag = theirs
+                whole = part if digest == part.digest else self.judge(staged, part.shard)
+                if digest != part.digest:
+                    self._folder.delete(staged)
                 if whole is not None:
                     return whole
                 if part.retry:
@@ -461,11 +467,11 @@ class Mirror:
             except queue.Empty:
                 continue
             try:
-                self._done.put((item, self.put_part(part, f"staging/{part.file}")))
+                self._done.put((item, self.put_part(part)))
             except OutputError as error:
                 self._error = self._error or error
             except Exception as error:
-                self._error = self._error or OutputError(f"cannot upload {part.file}: {error}")
+                self._error = self._error or OutputError(f"cannot upload {staged_file(part)}: {error}")
 
     def _keep_ticking(self) -> None:
         next_tick = next_upload_at(time.monotonic(), self._interval_s)

@@ -1,4 +1,4 @@
-"""Writes the part of a whole shard, for replicas. Verifies parts that no manifest line names, for the recovery."""
+"""Writes the part of a whole shard, for replicas. Reads the record of a part from its file, for the recovery."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,17 +10,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 from pydantic_core import from_json
 
 from batchinf.base.parquet import absolute
-from batchinf.base.storage import Folder, adapter
+from batchinf.base.storage import Folder, HashingWriter, adapter, file_digest
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import BASIC_COUNTS
-from batchinf.manifest.names import staging_name
+from batchinf.manifest.names import staged_file
 from batchinf.output.counts import count_rows, groups, joined, number_columns, row_bytes
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.seal import UNSEALED, SealingWriter, read_sealed
 from batchinf.prompts import encoder
 from batchinf.records import COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
@@ -29,6 +27,7 @@ from batchinf.source.rows import Source
 PART_VERSION = 1  # a change raises `FORMAT_VERSION` too
 _PREFIX = "batchinf."
 RETRY_KEY = f"{_PREFIX}retry"  # number of the part's last retry
+REPLACES_KEY = f"{_PREFIX}replaces"  # digest of the part from which that retry made it
 
 UNSTORABLE = "unstorable_value"  # the error type of a row whose id or kept column cannot be stored as it is
 
@@ -72,15 +71,15 @@ def write_part(
     """
     if not (shard.is_complete and shard.lease.is_whole):
         raise ValueError(f"{shard.lease} is not complete")
-    name = staging_name(shard.index, target.incarnation)
     schema = target.columns.part_schema
     merged = _Merged(shard)
     # Kept columns are not the model's numbers, and a task may make its output of other ones.
     numbers = [name for name in number_columns(target.columns.journal_schema) if name in schema.names]
     # A retry has only some of the rows, but the old part counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
-    with target.folder.writing(f"staging/{name}", fault="parts") as file:
-        sink = SealingWriter(file)
+    unnamed = f"staging/{shard.index:06d}-{target.incarnation}"
+    with target.folder.writing(unnamed, "parts", final_name=lambda: staged_file(part)) as file:
+        sink = HashingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             tables = _output(target, shard, merged)
             row_group_bytes = shard.task.row_group_bytes or ROW_GROUP_BYTES
@@ -88,11 +87,10 @@ def write_part(
                 counts += count_rows(table, shard.task, numbers)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             entries = {**target.metadata, **_place_entries(shard.lease, shard.rows), **count_entries(counts)}
-            writer.add_key_value_metadata({**entries, **UNSEALED})
-            sink.hold()
+            writer.add_key_value_metadata(entries)
         target.source.keep_digests()
-        sink.seal()
-    return _part(counts, shard=shard.index, file=name, num_bytes=sink.num_bytes, digest=sink.hexdigest())
+        part = _part(counts, shard=shard.index, num_bytes=sink.num_bytes, digest=sink.hexdigest())
+    return part
 
 
 def _part(counts: PartCounts, **fields: Any) -> Part:
@@ -252,26 +250,27 @@ class _Merged:
 # -- parts without a manifest line -----------------------------------------------------------------------------------
 
 
-def verify_part(
+def stated_part(
     folder: Folder, name: str, shard: Shard, fingerprint: str, *, rows: ShardRows | None = None
 ) -> Part | None:
-    """The record of the part at `name` (`staging/...` or `parts/...`), or None if it is damaged or not this job's.
+    """The record of the part at `name` (`staging/...` or `parts/...`) by its footer and its bytes.
 
-    Each byte is checked. The footer must name the job, the shard and its rows (None: `start` to `stop`).
+    None if the file has no footer, or if that does not name the job, the shard and its rows (None: `start` to `stop`).
     """
     path = folder.path(name)
     try:
-        data = read_sealed(path)
         footer = pq.read_metadata(absolute(path))
         entries = footer_entries(footer)
         counts = stated_counts(entries)
         retry = int(entries.get(RETRY_KEY, 0))
-    except (pa.ArrowException, OSError, ValueError, KeyError):
+        digest = file_digest(path)
+        num_bytes = path.stat().st_size
+    except (pa.ArrowException, OSError, ValueError, KeyError, EOFError):
         return None
     places = _place_entries(shard, rows or ShardRows(shard.start, shard.stop))
     if not {**places, f"{_PREFIX}fingerprint": fingerprint}.items() <= entries.items():
         return None
     if counts.num_rows != footer.num_rows:
         return None
-    digest = xxhash.xxh3_128_hexdigest(data)
-    return _part(counts, shard=shard.index, file=path.name, num_bytes=len(data), digest=digest, retry=retry)
+    replaces = entries.get(REPLACES_KEY, "")
+    return _part(counts, shard=shard.index, num_bytes=num_bytes, digest=digest, retry=retry, replaces=replaces)

@@ -16,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import ParquetFile, absolute
-from batchinf.base.storage import Folder, reason
+from batchinf.base.storage import Folder, file_digest, reason
 from batchinf.base.text import list_names
 from batchinf.manifest.lines import BASIC_COUNTS
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import part_name, published_file, staged_file
 from batchinf.manifest.state import State
-from batchinf.output.parts import shard_entries
-from batchinf.output.seal import footer_is_sealed
+from batchinf.output.parts import RETRY_KEY, shard_entries
 from batchinf.records import Part, Shard
 from batchinf.schedule.positions import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
@@ -34,7 +32,6 @@ from batchinf.schedule.shards import shard_at
 _MAGIC = b"PAR1"
 # Footers of narrow tables with few row groups have 5 KB. Larger ones need a second read.
 _END_BYTES = 16 << 10
-_READ_BYTES = 1 << 20
 _KEY_ROWS = 1 << 16
 # Reads wait for disks and servers, so several run at once.
 NUM_THREADS = 4
@@ -109,10 +106,26 @@ def job_of(folder: Folder, name: str) -> str | None:
         return None
 
 
-def expected_entries(job_id: str, shard: Shard, first_row: int, line: Part) -> dict[str, str]:
-    """The expected entries in the footer of the part that `line` names."""
+def is_newer(folder: Folder, shard: int, state: State) -> bool:
+    """Whether the file of a shard in `parts/` is a part of the job that the manifest does not know yet.
+
+    It has no line, or it has been through a later retry than its line says. So the manifest is older than the part.
+    """
+    try:
+        footer = read_footer(folder.path(f"parts/{part_name(shard)}"))
+    except (_NotPartError, OSError):
+        return False
+    if (_stated(footer, "batchinf.job_id"), _stated(footer, "batchinf.shard")) != (state.header.job_id, str(shard)):
+        return False
+    line = state.parts.get(shard)
+    return line is None or int(_stated(footer, RETRY_KEY) or 0) > line.retry
+
+
+def expected_entries(job_id: str, shard: Shard, first_row: int, line: Part) -> dict[str, str | None]:
+    """The expected entries in the footer of the part that `line` names; None: it must not be there."""
     counts = {f"batchinf.{name}": str(getattr(line, name)) for name in BASIC_COUNTS}
-    return {"batchinf.job_id": job_id, **shard_entries(shard, first_row), **counts}
+    retry = str(line.retry) if line.retry else None
+    return {"batchinf.job_id": job_id, **shard_entries(shard, first_row), **counts, RETRY_KEY: retry}
 
 
 # -- the footer as bytes: parsing it takes 160 µs, ten times as long ---------------------------------------------------
@@ -178,9 +191,11 @@ class PartsOfJob:
     def flaw(self, shard: Shard, line: Part, *, is_deep: bool) -> Flaw | None:
         """What is wrong with the part of a shard, or None. line: of the manifest.
 
-        is_deep: check each byte, the columns, and the keys of all rows, in bounded memory.
+        is_deep: check each byte, the columns, and the keys of all rows, in bounded memory. A part whose coordinator was
+        killed may still stand in `staging/`.
         """
-        path = self.folder.path(f"parts/{part_name(shard.index)}")
+        staged = staged_file(line)
+        path = self.folder.path(staged if self.folder.exists(staged) else published_file(line))
         rows = self.order.of(shard)
         try:
             size = path.stat().st_size
@@ -189,7 +204,9 @@ class PartsOfJob:
                 return Flaw(plain, is_plain=True)
             what = _number_flaw(path, line, shard.num_rows, self.num_samples)
             if is_deep and what is None:
-                what = _byte_flaw(path, line) or self._schema_flaw(path) or _key_flaw(path, rows, self.num_samples)
+                is_written = file_digest(path) == line.digest
+                what = None if is_written else "is altered: its bytes are not those that were written"
+                what = what or self._schema_flaw(path) or _key_flaw(path, rows, self.num_samples)
             return Flaw(what, is_plain=False) if what else None
         except FileNotFoundError:
             return Flaw("is missing", is_plain=True)
@@ -209,14 +226,14 @@ class PartsOfJob:
         return f"does not have the columns with which the job began: {what}"
 
 
-def _footer_flaw(path: pathlib.Path, entries: Mapping[str, str], size_flaw: str | None) -> str | None:
+def _footer_flaw(path: pathlib.Path, entries: Mapping[str, str | None], size_flaw: str | None) -> str | None:
     """What is wrong with a part by its footer, or else its size. Raises OSError."""
     try:
         footer = read_footer(path)
     except _NotPartError as error:
         return size_flaw or f"is altered: {error}"
     for name, value in entries.items():
-        if _encoded(name, value) not in footer:
+        if (_encoded_key(name) in footer) if value is None else (_encoded(name, value) not in footer):
             return _entry_flaw(name.removeprefix("batchinf."), _stated(footer, name), value, size_flaw)
     return size_flaw
 
@@ -231,37 +248,14 @@ def _number_flaw(path: pathlib.Path, line: Part, num_inputs: int, num_samples: i
     return None
 
 
-def _entry_flaw(name: str, stated: str | None, expected: str, size_flaw: str | None) -> str:
+def _entry_flaw(name: str, stated: str | None, expected: str | None, size_flaw: str | None) -> str:
     if stated is None:
         return size_flaw or "is altered: its footer does not say which part it is"
     if name == "job_id":
         return f"is a part of another job, {stated}"
     if name == "shard":
         return f"is the part of shard {stated} under another part's name"
-    return f"is not the committed file: its footer has {name} {stated}, its manifest line {expected}"
-
-
-def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
-    footer = read_footer(path)
-    # One pass computes both checksums: the digest in the manifest and the seal in the file.
-    digest = xxhash.xxh3_128()
-    left = path.stat().st_size - len(footer) - 8
-    with path.open("rb", buffering=0) as file:
-        while left > 0 and (data := file.read(min(left, _READ_BYTES))):
-            digest.update(data)
-            left -= len(data)
-        end = file.read()
-    whole = digest.copy()
-    whole.update(end)
-    try:
-        is_sealed = footer_is_sealed(digest, end)
-    except ValueError:
-        is_sealed = False
-    if not is_sealed:
-        return "is altered: its bytes are not those that were written"
-    if whole.hexdigest() != line.digest:
-        return "is whole, but not the committed file"
-    return None
+    return f"is not the committed file: its footer has {name} {stated}, its manifest line {expected or 'none'}"
 
 
 def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int | None) -> str | None:

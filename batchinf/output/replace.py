@@ -1,6 +1,5 @@
 """Writes the part that replaces an old one after a retry: new rows for the chosen ones, old rows for all others."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -13,19 +12,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import absolute, open_part
-from batchinf.base.storage import Folder
+from batchinf.base.parquet import open_part
+from batchinf.base.storage import Folder, file_digest
 from batchinf.manifest.lines import Retry
-from batchinf.manifest.names import part_name
+from batchinf.manifest.names import part_name, published_file, staged_file
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PIECE_BYTES, RETRY_KEY, PartTarget, footer_entries, write_part
-from batchinf.output.seal import read_sealed
+from batchinf.output.parts import PIECE_BYTES, REPLACES_KEY, RETRY_KEY, PartTarget, footer_entries, write_part
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
 from batchinf.tasks.columns import IMAGE_DIGESTS
 
-_REPLACES_KEY = "batchinf.replaces"
-_SEAL_KEY = "batchinf.seal"
 _SECOND_BOS_KEY = "batchinf.num_second_bos"
 _FEW_ROWS = 4096
 
@@ -45,21 +41,32 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
 def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
     """Write the replacement of a shard's part: see `write_part`. Raises OutputError if the old one is damaged."""
     old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
-    metadata = {**old.retries, **target.metadata, _REPLACES_KEY: old.seal}
+    metadata = {**old.retries, **target.metadata, REPLACES_KEY: old.digest}
     part = write_part(dataclasses.replace(target, metadata=metadata), shard, old.merge, old.num_second_bos)
     retry = int(metadata[RETRY_KEY])
-    return dataclasses.replace(part, retry=retry, num_kept=old.num_kept, num_kept_errors=old.num_kept_errors)
+    return dataclasses.replace(
+        part, retry=retry, replaces=old.digest, num_kept=old.num_kept, num_kept_errors=old.num_kept_errors
+    )
 
 
-def replaces(folder: Folder, staged: str, part: str) -> bool:
-    """Whether a staged file was made from the part that is now at `part`."""
-    return _metadata(folder, staged).get(_REPLACES_KEY) == _metadata(folder, part).get(_SEAL_KEY, "")
+def check_replaced(folder: Folder, new: Part, old: Part) -> None:
+    """Raise OutputError if a retry has made the new part from other bytes than those of the committed one."""
+    if new.replaces != old.digest:
+        raise damaged_part(folder.path(published_file(old)))
+
+
+def damaged_part(path: pathlib.Path) -> OutputError:
+    """The error for a part that a retry cannot replace."""
+    return OutputError(
+        f"{path} is damaged, and its other rows cannot be kept: move it away and run the same command again to make a "
+        "new one"
+    )
 
 
 def rows_of_other_images(folder: Folder, part: Part) -> list[int]:
     """The rows whose results without an error a staged part replaces by results of other images."""
-    before = _image_digests(folder.path(f"parts/{part_name(part.shard)}"))
-    now = _image_digests(folder.path(f"staging/{part.file}"))
+    before = _image_digests(folder.path(published_file(part)))
+    now = _image_digests(folder.path(staged_file(part)))
     return sorted(row for row in before.keys() & now.keys() if before[row] != now[row])
 
 
@@ -71,30 +78,22 @@ def _image_digests(path: pathlib.Path) -> dict[int, list[str]]:
     return dict(zip(good.column("row_index").to_pylist(), good.column(IMAGE_DIGESTS).to_pylist(), strict=True))
 
 
-def _metadata(folder: Folder, name: str) -> dict[str, str]:
-    return footer_entries(pq.read_metadata(absolute(folder.path(name))))
-
-
 class OldPart:
-    """An undamaged part that will be replaced. retries, num_second_bos: from its metadata."""
+    """A part that will be replaced. retries, num_second_bos: from its metadata."""
 
     def __init__(self, folder: Folder, shard: int, rows: ShardRows, chosen: npt.NDArray[np.bool_]) -> None:
-        """chosen: bool [len(rows)], the rows to replace. Raises OutputError if the part is damaged."""
-        name = f"parts/{part_name(shard)}"
-        self._path = folder.path(name)
+        """chosen: bool [len(rows)], the rows to replace. Raises OutputError if the part cannot be read."""
+        self._path = folder.path(f"parts/{part_name(shard)}")
         self._rows = rows
         self._chosen = chosen
         self.num_kept = self.num_kept_errors = 0
-        stored = {}
-        with contextlib.suppress(pa.ArrowException, ValueError):
-            read_sealed(self._path)
-            stored = _metadata(folder, name)
-        if not stored:
-            raise OutputError(
-                f"{self._path} is damaged, and its other rows cannot be kept: move it away and run the same command "
-                "again to make a new one"
-            )
-        self.seal = stored[_SEAL_KEY]
+        self.digest = file_digest(self._path)
+        """Of the bytes that are there; `check_replaced` compares it with the manifest."""
+        try:
+            with open_part(self._path) as file:
+                stored = footer_entries(file.metadata)
+        except OutputError:
+            raise damaged_part(self._path) from None
         self.num_second_bos = int(stored.get(_SECOND_BOS_KEY, 0))
         self.retries = {key: value for key, value in stored.items() if key.startswith(f"{RETRY_KEY}.")}
 

@@ -161,13 +161,14 @@ def test_a_killed_job_is_whole_and_not_done(halved: pathlib.Path) -> None:
 def test_a_job_at_work_is_whole(tmp_path: pathlib.Path) -> None:
     marker = tmp_path / "held"
     path = jobs.spec_of(tmp_path, output={"rows_per_shard": 20}, scripted={"step_s": 0.01})
-    process = jobs.start("run", path, faults=f"coordinator.after_publish:3=hold {marker}")
+    process = jobs.start("run", path, faults=f"coordinator.before_publish:3=hold {marker}")
     out, looks = tmp_path / "out", 0
     jobs.wait_until(lambda: marker.exists() and marker.read_text())
     said, error = look(out)
+    # The manifest names a part that still stands in `staging/`.
+    assert len(jobs.state_of(out).parts) > len(list((out / "parts").iterdir()))
     assert error == ""
-    assert "is not in the manifest: being published" in said
-    assert "the job is at work" in said
+    assert "0 wrong, 0 notes; the job is at work" in said
     marker.unlink()
     while process.poll() is None:
         said, error = look(out, is_deep=True)
@@ -340,7 +341,7 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     line, place = state.parts[1], shard_at(state.extents, 1)
     parts = parts_of(Folder(out), state)
     found = parts.flaw(place, replace(line, digest="0" * 32), is_deep=True)
-    assert found == proof.Flaw("is whole, but not the committed file", is_plain=False)
+    assert found == proof.Flaw("is altered: its bytes are not those that were written", is_plain=False)
     found = parts.flaw(place, replace(line, num_output_tokens=1), is_deep=False)
     assert found is not None
     assert "its footer has num_output_tokens" in found.what
@@ -432,9 +433,15 @@ def test_a_finished_job_whose_manifest_is_cut_goes_on(part_of_it: float, out: pa
         path.write_bytes(data[: int(len(data) * part_of_it)])
     num_parts, num_committed = len(list((out / "parts").iterdir())), len(jobs.state_of(out).parts)
     said, error = look(out)
-    assert error == ""
-    assert said.count("the next run adopts it if it is whole") == num_parts - num_committed > 0
+    assert error.endswith("wrong, see above")
+    assert said.count("is a part of this job that the manifest does not name") == num_parts - num_committed > 0
+    # A manifest that is older than its parts, as in a backup.
+    assert_refused(out, "is a part of this job that the manifest does not name", "--repair` takes such parts in")
     before = {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()}
+    said, error = look(out, repair=True)
+    assert error == ""
+    assert said.count("the manifest names it now") == num_parts - num_committed
+    assert len(jobs.state_of(out).parts) == num_parts
     assert_goes_on(out)
     assert {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()} == before
 
@@ -463,7 +470,7 @@ def test_a_manifest_that_is_damaged_inside_is_named_and_made_anew(out: pathlib.P
     assert "its damaged manifest was replaced; the old one is damaged/000001.jsonl" in repaired.stderr
     assert (out / "damaged" / "000001.jsonl").read_bytes() == hurt
     state = jobs.state_of(out)
-    assert (len(state.parts), state.is_done) == (0, False)
+    assert (len(state.parts), state.is_done) == (len(before), False)
     assert state.event_counts["replica_started"] == 1
     part(out, 2).write_bytes(b"hurt too")
     assert_goes_on(out)
@@ -475,10 +482,10 @@ def test_a_later_format_is_left_alone(out: pathlib.Path) -> None:
     with log_of(out) as (path, _):
         lines = list(whole_lines(Folder(out), "manifest/000001.jsonl"))
         assert "header" in {line["kind"] for line in lines}
-        later = [{**line, "format_version": 3} if line["kind"] == "header" else line for line in lines]
+        later = [{**line, "format_version": 4} if line["kind"] == "header" else line for line in lines]
         changed = encode_commits([later])
         path.write_bytes(changed)
-        words = "was written by a newer batchinf, 0.1.0, in format version 3; this one reads version 2: use a newer one"
+        words = "was written by a newer batchinf, 0.1.0, in format version 4; this one reads versions 2 to 3: use"
         assert words in look(out)[0]
         assert words in look(out, repair=True)[1]
         assert_refused(out, words)
@@ -523,7 +530,7 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
     chance, out = random.Random(seed), copy(halved)
     # A resume needs no journal of shards with a part, even if the kill came before the part's line in the manifest.
     in_parts = {shard for name in Folder(out).list("parts") if (shard := parse_part_name(name)) is not None}
-    in_parts |= {shard for name in Folder(out).list("staging") if (shard := parse_staging_name(name)) is not None}
+    in_parts |= {found[0] for name in Folder(out).list("staging") if (found := parse_staging_name(name)) is not None}
     names = Folder(out).list("journal")  # without what the kill left half written
     segments = [out / "journal" / name for name in names if int(name[:6]) not in in_parts]
     assert len(segments) >= 2
@@ -553,9 +560,9 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
 
 def test_the_journal_of_a_part_that_the_manifest_does_not_name_is_not_needed(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, **SETTINGS), tmp_path / "out"
-    assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
-    # On a slow machine, several parts are published before one commit.
-    shard = max({parse_part_name(name) for name in Folder(out).list("parts")} - jobs.state_of(out).parts.keys())
+    assert jobs.run("run", spec, faults="manifest.mid_line:9=kill").returncode == -9
+    shard, _ = [found for name in Folder(out).list("staging") if (found := parse_staging_name(name))][-1]
+    assert shard not in jobs.state_of(out).parts
     name = f"{shard:06d}-000000.0001-00000"
     (out / "journal" / name).write_bytes(b"damaged")
     said, error = look(out)

@@ -47,8 +47,8 @@ def job(
     for shard, (start, stop) in enumerate(itertools.pairwise(bounds)):
         piece = table.slice(start, stop - start)
         pq.write_table(piece, folder / "parts" / part_name(shard), **{"row_group_size": 7, **parquet})
-        part = Part(shard=shard, file=part_name(shard), num_rows=piece.num_rows, num_bytes=1, digest="00")
-        lines.append(part_line("part", part))
+        part = Part(shard=shard, num_rows=piece.num_rows, num_bytes=1, digest="00")
+        lines.append(part_line(part))
     lines.append({"kind": "done", "name": "done", "at": "2026-01-01T00:00:00+00:00"})
     (folder / "manifest" / "000001.jsonl").write_bytes(encode_commits([lines]))
     return str(folder)

@@ -409,7 +409,7 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
         process.wait()
         lease = Lease(7, 70, 71)
         replica.give([lease, Lease(8, 80, 81)])
-        part = Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest="")
+        part = Part(shard=7, num_rows=1, num_bytes=1, digest="")
         other_end.send(LeaseDone(lease.key, 1, part=part))
         other_end.send(Failed("OSError", "the cause", 1))
     [ended] = fleet.reap()

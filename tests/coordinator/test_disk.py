@@ -465,22 +465,6 @@ def refuse(number: int) -> Any:
     return refusing
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_publishing_replaces_nothing(has_links: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_links:
-        monkeypatch.setattr(os, "link", refuse(errno.EXDEV))
-    folder = Folder(tmp_path)
-    folder.make("staging", "parts")
-    folder.write_atomic("staging/a", b"first")
-    assert folder.publish_new("staging/a", "parts/a")
-    folder.sync("parts")
-    folder.delete("staging/a")
-    assert folder.read("parts/a") == b"first"
-    folder.write_atomic("staging/a", b"second")
-    assert not folder.publish_new("staging/a", "parts/a")
-    assert (folder.read("staging/a"), folder.read("parts/a")) == (b"second", b"first")
-
-
 def test_words_about_a_disk(tmp_path: pathlib.Path) -> None:
     assert disk_error(OSError(errno.ENOSPC, "No space left on device", "a/b")) == (
         "a/b: no space left on device; make room there, then run the same command again: all finished parts are kept"

@@ -23,8 +23,7 @@ ERRORS = ("--retry", "errors", "--set", "sampling.min_tokens=0")
 RETRY_STEPS = (
     "retry.before_line",
     "retry.after_line",
-    "coordinator.before_replacing:1",
-    "coordinator.after_replacing:1",
+    "coordinator.before_drop:1",
     "mirror.before_part:2",
     "mirror.after_part:1",
     "mirror.after_part:2",

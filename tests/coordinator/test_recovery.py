@@ -6,13 +6,17 @@ None is lost, none comes twice, no process is left behind.
 import itertools
 import pathlib
 import random
+import shutil
 import subprocess
 import time
 
 import psutil
 import pytest
 
+import batchinf
 import jobs
+from batchinf.commands.check import check_job
+from batchinf.manifest.names import parse_staging_name
 
 pytestmark = pytest.mark.fewer_rows
 
@@ -22,7 +26,7 @@ STEPS = {
     "while a segment is written": "journal.before_fsync",
     "before a staging file's rename": "parts.before_rename",
     "after a staging file's rename": "parts.after_rename",
-    "between publish and manifest line": "coordinator.after_publish:2",
+    "between manifest line and rename": "coordinator.before_publish:2",
     "mid manifest line": "manifest.mid_line:4",
 }
 VICTIMS = ("coordinator", "replica", "everything")
@@ -49,7 +53,7 @@ POINTS = (
     "writer.closed:1",
     "coordinator.before_assign:4",
     "coordinator.before_drop:2",
-    "storage.publish.before_link:2",
+    "storage.publish.before_rename:2",
 )
 NUM_RANDOM_KILLS = 12
 LARGE_SHARDS = {"rows_per_shard": 24}
@@ -100,23 +104,88 @@ def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_part_that_no_line_names_is_adopted_if_it_is_whole(is_whole: bool, tmp_path: pathlib.Path) -> None:
+def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) -> None:
+    """Also those that are younger than the journal's last checkpoint, however long the coordinator stood still."""
+    spec, out = jobs.spec_of(tmp_path, output={"rows_per_shard": 6}, checkpoint_interval_s=600), tmp_path / "out"
+    marker = tmp_path / "held"
+    process = jobs.start("run", spec, faults=f"coordinator.before_assign:4=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and len(list((out / "staging").iterdir())) >= 2)
+    strike(process, "everything")
+    process.communicate(timeout=60)
+    staged = {path.name: path.stat().st_ino for path in (out / "staging").glob("0*")}
+    named = {(part.shard, part.digest) for part in jobs.state_of(out).parts.values()}
+    assert len({parse_staging_name(name) for name in staged} - named) >= 2
+    jobs.finish(spec)
+    published = {path.stat().st_ino for path in (out / "parts").iterdir()}
+    assert published >= {*staged.values()}, "each staged part is renamed, and none is made again"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def test_a_staged_part_that_is_altered_is_made_again(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
-    assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
-    named = {f"part-{shard:06d}.parquet" for shard in jobs.state_of(out).parts}
-    [part] = [path for path in (out / "parts").iterdir() if path.name not in named]
-    if not is_whole:
-        data = bytearray(part.read_bytes())
-        data[100] ^= 1
-        part.write_bytes(data)
-    before = part.stat()
+    assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
+    named = {(part.shard, part.digest) for part in jobs.state_of(out).parts.values()}
+    [part] = [path for path in (out / "staging").glob("0*") if parse_staging_name(path.name) in named]
+    data = bytearray(part.read_bytes())
+    data[100] ^= 1
+    part.write_bytes(data)
     (out / "parts" / "notes.txt").write_text("not ours")
     jobs.finish(spec)
-    after = part.stat()
-    assert ((before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)) == is_whole
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert (out / "parts" / "notes.txt").exists()
+
+
+def test_readers_find_a_part_that_is_named_and_not_yet_renamed(tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
+    assert jobs.run("run", spec, faults="coordinator.before_publish:2=kill").returncode == -9
+    state = jobs.state_of(out)
+    assert len(state.parts) == len(list((out / "parts").iterdir())) + 1
+    assert batchinf.open(out).table().num_rows == state.counts.num_rows
+    assert check_job(str(out), is_deep=True, repair=True).is_whole
+    jobs.finish(spec)
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_manifest_that_is_older_than_its_parts_stops_a_run(is_retried: bool, tmp_path: pathlib.Path) -> None:
+    """As that of a backup, or of a copy of the folder of a job at work. No part is lost by a repair."""
+    spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
+    if is_retried:
+        jobs.finish(spec)
+    else:
+        assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
+    shutil.copytree(out / "manifest", tmp_path / "backup")
+    jobs.finish(spec, *(("--retry", "row_index < 3") if is_retried else ()))
+    before = {path.name: path.read_bytes() for path in (out / "parts").iterdir()}
+    shutil.rmtree(out / "manifest")
+    shutil.copytree(tmp_path / "backup", out / "manifest")
+    stopped = jobs.run("run", spec)
+    assert stopped.returncode == 2
+    assert "part-0" in stopped.stderr and "--repair` takes such parts in" in stopped.stderr
+    assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
+    assert not check_job(str(out), is_deep=False, repair=False).is_whole
+    assert check_job(str(out), is_deep=False, repair=True).is_whole
+    jobs.finish(spec)
+    assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
+
+
+def test_a_flipped_bit_anywhere_in_a_manifest_costs_no_part(tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path, output={"rows_per_shard": 6}), tmp_path / "out"
+    jobs.finish(spec)
+    before = {path.name: path.read_bytes() for path in (out / "parts").iterdir()}
+    [log] = (out / "manifest").iterdir()
+    data = log.read_bytes()
+    lines = data.splitlines(keepends=True)
+    parts = [number for number, line in enumerate(lines) if b'"kind":"part"' in line]
+    for number in (parts[0], parts[len(parts) // 2], parts[-1], len(lines) - 1):
+        place = sum(map(len, lines[:number])) + 20
+        shutil.rmtree(out / "manifest")
+        (out / "manifest").mkdir()
+        log.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        check_job(str(out), is_deep=False, repair=True)
+        assert len(jobs.state_of(out).parts) == len(before)
+        jobs.finish(spec)
+        assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
 
 
 def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
@@ -129,6 +198,7 @@ def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
     finished = jobs.finish(spec)
     assert f"part {lost} is gone or altered" in finished.stderr
     assert f"part {cut} is gone or altered" in finished.stderr
+    assert [path.name for path in (out / "damaged").iterdir()] == [f"part-{cut:06d}.parquet"]
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 

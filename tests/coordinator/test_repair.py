@@ -153,9 +153,9 @@ def test_killed_at_every_step(
         refused = jobs.run("run", spec, *arguments)
         assert refused.returncode == 2
         assert f"unfinished retry 1 (errors, --input {fixed})" in refused.stderr
-    killed("coordinator.before_replacing", *REPAIR, fixed)
+    killed("coordinator.before_publish", *REPAIR, fixed)
     fixed.unlink()
-    killed("coordinator.after_replacing")
+    killed("coordinator.after_publish:2")
     # A part that is lost is made of the input first, and goes through the repair then.
     (out / "parts" / "part-000003.parquet").unlink()
     (out / "retry" / "000001.positions").unlink()

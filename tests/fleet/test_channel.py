@@ -15,9 +15,7 @@ from batchinf import records
 from batchinf.fleet.local.channel import Channel
 from batchinf.replica import messages
 
-PART = records.Part(
-    shard=3, file="000003-a.parquet", num_rows=10, num_errors=1, num_bytes=2048, digest="00ff", num_kept=2
-)
+PART = records.Part(shard=3, num_rows=10, num_errors=1, num_bytes=2048, digest="00ff", num_kept=2)
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
     messages.Work(

@@ -30,7 +30,7 @@ STALL_S = 60.0
 START_S = 300.0
 READY = Ready(EngineInfo(16, 10, 16, "none", versions={}), 1.0)
 FAILED = Failed(EngineDeadError.__name__, "the cause", 1)
-PART = Part(shard=3, file="000003-x.parquet", num_rows=10, num_bytes=1, digest="")
+PART = Part(shard=3, num_rows=10, num_bytes=1, digest="")
 
 
 def progress(num_rows: int = 0, steps: int = 1, in_flight: int = 1, errors: int = 0) -> Progress:

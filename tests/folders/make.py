@@ -1,4 +1,5 @@
 """Makes the archives in this folder: output folders of each task, as the present version of batchinf writes them.
+Those in `format-2` are of an earlier version, which this one only reads.
 
     python tests/folders/make.py [TASK or TASK-STATE …]
 
@@ -20,7 +21,8 @@ import tempfile
 import traceback
 from typing import Any
 
-from batchinf.base.storage import decode_record, encode_record
+from batchinf.base.storage import Folder, decode_record, encode_record
+from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.source.cache import CACHE_VERSION
 
 FOLDERS = pathlib.Path(__file__).resolve().parent
@@ -100,15 +102,18 @@ def pack(folder: pathlib.Path, archive: pathlib.Path) -> None:
             info = tarfile.TarInfo(str(name))
             info.type = tarfile.DIRTYPE if path.is_dir() else tarfile.REGTYPE
             info.mode = 0o755 if path.is_dir() else 0o644
-            content = b"" if path.is_dir() else _content(path)
+            content = b"" if path.is_dir() else _content(path, folder)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     archive.write_bytes(gzip.compress(data.getvalue(), mtime=0))
 
 
-def _content(path: pathlib.Path) -> bytes:
-    """The content of a file, with a relative path in the record of the input's scan."""
+def _content(path: pathlib.Path, folder: pathlib.Path) -> bytes:
+    """The content of a file, without the path of this folder: in the manifest's header and the input's scan."""
     content = path.read_bytes()
+    if path.parent.name == "manifest":
+        lines = [*whole_lines(Folder(folder), str(path.relative_to(folder)))]
+        return encode_commits([[{**line, "input_folder": None} if "input_folder" in line else line] for line in lines])
     if path.name != "files.json" or path.parent.name != "source":
         return content
     entries = decode_record(content, CACHE_VERSION)
@@ -119,7 +124,7 @@ def unpack(name: str, folder: pathlib.Path) -> None:
     """Unpack an archive, such as `score-killed`, and put the model beside it."""
     with tarfile.open(FOLDERS / f"{name}.tar.gz") as tar:
         tar.extractall(folder, filter="data")
-    write_model(folder, name.partition("-")[0])
+    write_model(folder, name.rpartition("/")[2].partition("-")[0])
 
 
 def _run(folder: pathlib.Path, retry: str | None = None, faults_at: str = "") -> int:

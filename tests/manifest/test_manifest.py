@@ -46,7 +46,6 @@ def retry_of(**changed: Any) -> Retry:
 def part(shard: int, num_rows: int = 10, num_errors: int = 0) -> Part:
     return Part(
         shard=shard,
-        file=f"part-{shard:06d}.parquet",
         num_rows=num_rows,
         num_errors=num_errors,
         num_bytes=100 * num_rows,
@@ -171,7 +170,7 @@ def test_a_retried_part_takes_the_place_of_the_first(folder: Folder) -> None:
     assert (len(state.parts), state.counts.num_rows, state.counts.num_errors) == (2, 19, 0)
 
 
-def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
+def test_a_retry_and_the_parts_that_it_has_replaced(folder: Folder) -> None:
     manifest = begin(folder)
     for shard in range(3):
         manifest.part(part(shard, num_errors=4))
@@ -179,8 +178,6 @@ def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
     manifest.commit()
     retry = retry_of(predicate="errors", overrides={"sampling.max_tokens": 9}, positions="d")
     manifest.retry(retry)
-    for shard in (0, 1):
-        manifest.replacing(replace(part(shard), retry=1, digest="new"))
     manifest.part(replace(part(0), retry=1, digest="new"))
     manifest.commit()
     manifest.close()
@@ -189,8 +186,6 @@ def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
         state = state_of(folder)
         assert not state.is_done
         assert state.retries == {1: retry}
-        assert {shard: line.digest for shard, line in state.replacing.items()} == {1: "new"}
-        # The old part counts until the new one's line comes.
         assert [state.parts[shard].retry for shard in range(3)] == [1, 0, 0]
         assert state.counts.num_errors == 8
         open_(folder, epoch).close()
@@ -303,7 +298,8 @@ def test_another_format_is_refused(folder: Folder, version: int, age: str) -> No
     header = {"kind": "header", "format_version": version, "all": "different"}
     append(folder, "000001.jsonl", [header], num_before=0)
     words = (
-        f"written by {age} batchinf in format version {version}; this one reads version {FORMAT_VERSION}: use {age} one"
+        f"written by {age} batchinf in format version {version}; "
+        f"this one reads versions {OLDEST_VERSION} to {FORMAT_VERSION}: use {age} one"
     )
     with pytest.raises(OutputError, match=f"{words}, or start a new job with --fresh") as refused:
         read_state(folder)
@@ -313,7 +309,7 @@ def test_another_format_is_refused(folder: Folder, version: int, age: str) -> No
 def test_unknown_kinds_and_fields_are_passed_over(folder: Folder) -> None:
     begin(folder).close()
     before = state_of(folder)
-    line = {**part_line("part", part(2)), "colour": "red"}
+    line = {**part_line(part(2)), "colour": "red"}
     append(folder, "000001.jsonl", [{"kind": "weather", "rain": True}, line], num_before=1)
     before.note(part(2))
     assert view(state_of(folder)) == view(before)
@@ -335,7 +331,7 @@ def test_other_files_are_left_alone(folder: Folder) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        part_line("part", part(99)),
+        part_line(part(99)),
         {"kind": "part", "shard": 1},
         {"kind": "extent", **asdict(extent_of_all(7, 1, 1, 7)), "source_fingerprint": ""},
         {"kind": "header", "format_version": FORMAT_VERSION},
@@ -358,7 +354,7 @@ LINES: dict[str, dict[str, Any]] = {
     "header": {"kind": "header", **asdict(HEADER)},
     "extent": {"kind": "extent", **asdict(FIRST), "source_fingerprint": "input", "limit": 5},
     "files": {"kind": "files", "files": {"model.safetensors": "00"}},
-    "part": part_line("part", replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
+    "part": part_line(replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
     "retry": {"kind": "retry", **asdict(retry_of())},
     "snapshot": {"kind": "snapshot", "replaces": [], "device_s": 1.0, "event_counts": {}, "running_replicas": []},
 } | {
@@ -470,7 +466,7 @@ def fill(folder: Folder) -> dict[str, Any] | None:
     manifest.commit()
     manifest.close()
     with folder.path("manifest/000002.jsonl").open("ab") as file:
-        file.write(encode_commits([[part_line("part", part(5))]], 1)[:-1])
+        file.write(encode_commits([[part_line(part(5))]], 1)[:-1])
     return view(state_of(folder))
 
 

@@ -56,9 +56,7 @@ def test_results_that_are_in_no_part_are_counted(folder: Folder) -> None:
     for incarnation, rows in (("000001.0001", (1, 2)), ("000002.r1.0001", (3,)), ("000003.r2.0001", (4, 5, 6))):
         Journal(folder, incarnation, SCHEMA).write(0, results(*rows))
     Journal(folder, "000001.0001", SCHEMA).write(1, results(9))
-    parts = [
-        Part(shard=0, file="f", num_bytes=1, digest="d", num_rows=6, num_errors=0, retry=retry) for retry in range(3)
-    ]
+    parts = [Part(shard=0, num_bytes=1, digest="d", num_rows=6, num_errors=0, retry=retry) for retry in range(3)]
     samples = 2  # of each row
     assert journal.num_results(folder, {}) == samples * 7
     assert [journal.num_results(folder, {0: part}) for part in parts] == [samples * 5, samples * 4, samples * 1]

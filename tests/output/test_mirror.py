@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_pro
 
 def part_of(num_bytes: int, shard: int = 3) -> Part:
     zeros = dict.fromkeys(("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens"), 0)
-    return Part(shard=shard, file=f"00000{shard}-x.parquet", num_bytes=num_bytes, digest="d", **zeros)
+    return Part(shard=shard, num_bytes=num_bytes, digest="d", **zeros)
 
 
 def test_what_holds_new_rows_back(

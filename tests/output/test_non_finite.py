@@ -14,10 +14,11 @@ from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.manifest.names import staged_file
 from batchinf.output.counts import count_non_finite_rows, number_columns
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import verify_part, write_part
+from batchinf.output.parts import stated_part, write_part
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
@@ -121,13 +122,13 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
 def test_kept_and_counted_in_a_part(folder: Folder, dtype: str) -> None:
     part = hurt_part(folder, dtype)
     assert (part.num_nan_rows, part.num_inf_rows) == (2, 2)
-    table = pq.read_table(folder.path(f"staging/{part.file}"))
+    table = pq.read_table(folder.path(staged_file(part)))
     assert table.column("logprobs").null_count == 0
     assert math.isnan(table.column("logprobs")[3].as_py()[-1])
     assert table.column("top_logprobs")[5].as_py()[-1][1] == -math.inf
-    metadata = pq.read_metadata(folder.path(f"staging/{part.file}")).metadata
+    metadata = pq.read_metadata(folder.path(staged_file(part))).metadata
     assert (metadata[b"batchinf.num_nan_rows"], metadata[b"batchinf.num_inf_rows"]) == (b"2", b"2")
-    assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d") == part
+    assert stated_part(folder, staged_file(part), SHARD, "f00d") == part
 
 
 def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:

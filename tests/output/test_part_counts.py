@@ -11,6 +11,7 @@ from test_parts import SPECS, whole, write
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import BASIC_COUNTS, part_line, read_line
+from batchinf.manifest.names import staged_file
 from batchinf.output.counts import count_rows
 from batchinf.output.parts import count_entries, stated_counts
 from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Part, PartCounts
@@ -21,7 +22,7 @@ RARE = [name for name in COUNTS if name not in ALWAYS_WRITTEN]
 
 
 def part(**counts: Any) -> Part:
-    return Part(shard=3, file="part-000003.parquet", num_bytes=9, digest="00", **counts)
+    return Part(shard=3, num_bytes=9, digest="00", **counts)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def folder(tmp_path: pathlib.Path) -> Folder:
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_is_written_read_and_summed(name: str) -> None:
     own = part(**{name: 7})
-    line = part_line("part", own)
+    line = part_line(own)
     assert line[name] == 7
     assert read_line(line) == own
     entries = count_entries(own)
@@ -46,11 +47,11 @@ def test_a_count_is_written_read_and_summed(name: str) -> None:
 
 def test_the_counts_of_a_task_are_written_read_and_summed() -> None:
     counted = part(task_counts={"num_right": 7, "num_left": 0})
-    line = part_line("part", counted)
+    line = part_line(counted)
     assert line["task_counts"] == {"num_right": 7, "num_left": 0}
     assert read_line(line) == counted
     assert stated_counts(count_entries(counted)).task_counts == counted.task_counts
-    assert "task_counts" not in part_line("part", part()) and "batchinf.task_counts" not in count_entries(part())
+    assert "task_counts" not in part_line(part()) and "batchinf.task_counts" not in count_entries(part())
     total = PartCounts.sum([part(), counted, part(task_counts={"num_right": 5, "num_left": 0})])
     assert total.task_counts == {"num_right": 12, "num_left": 0}
     assert PartCounts.sum([part(), part()]).task_counts is None
@@ -59,7 +60,7 @@ def test_the_counts_of_a_task_are_written_read_and_summed() -> None:
 @pytest.mark.parametrize("value", [7, [], {"num_right": -1}, {"num_right": "many"}])
 def test_counts_of_a_task_that_are_none_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="task_counts"):
-        read_line({**part_line("part", part()), "task_counts": value})
+        read_line({**part_line(part()), "task_counts": value})
     with pytest.raises(ValueError, match="task_counts"):
         stated_counts({**count_entries(part()), "batchinf.task_counts": json.dumps(value)})
 
@@ -68,12 +69,12 @@ def test_counts_of_a_task_that_are_none_are_refused(value: Any) -> None:
 @pytest.mark.parametrize("value", [-1, "many", 1.0, None, True])
 def test_a_count_that_is_none_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        read_line({**part_line("part", part()), name: value})
+        read_line({**part_line(part()), name: value})
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_only_a_basic_count_may_not_be_missing(name: str) -> None:
-    line, entries = part_line("part", part()), count_entries(part())
+    line, entries = part_line(part()), count_entries(part())
     assert (name in line) == (f"batchinf.{name}" in entries) == (name not in RARE)
     line.pop(name, None)
     entries.pop(f"batchinf.{name}", None)
@@ -90,11 +91,11 @@ def test_only_a_basic_count_may_not_be_missing(name: str) -> None:
 def test_a_written_part_says_the_same_in_its_record_and_in_its_footer(folder: Folder) -> None:
     spec = SPECS["three samples"]
     made = write(folder, whole(folder, spec), spec)
-    entries = pq.read_metadata(folder.path(f"staging/{made.file}")).metadata
+    entries = pq.read_metadata(folder.path(staged_file(made))).metadata
     stated = stated_counts({key.decode(): value.decode() for key, value in entries.items()})
     assert stated == PartCounts.sum([made])
     assert made.num_errors > 0 and made.num_output_tokens > 0
-    table = pq.read_table(folder.path(f"staging/{made.file}"))
+    table = pq.read_table(folder.path(staged_file(made)))
     assert count_rows(table, task_of(spec)) == stated
 
 

@@ -19,11 +19,11 @@ from batchinf.base import faults
 from batchinf.base.storage import Folder
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
-from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
+from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staged_file, staging_name
 from batchinf.output import parts
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PartTarget, verify_part, write_part
+from batchinf.output.parts import PartTarget, stated_part, write_part
 from batchinf.records import Lease, Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
@@ -120,7 +120,7 @@ def expected_output(spec: JobSpec, results: Sequence[Result]) -> list[dict[str, 
 
 
 def read(folder: Folder, part: Part) -> list[dict[str, Any]]:
-    table = pq.read_table(folder.path(f"staging/{part.file}"))
+    table = pq.read_table(folder.path(staged_file(part)))
     table.validate(full=True)
     rows: list[dict[str, Any]] = table.to_pylist()
     assert not rows or list(rows[0]) == table.column_names
@@ -146,7 +146,7 @@ def test_a_part_is_what_plain_python_says(
     part = write(folder, shard, spec)
     assert read(folder, part) == expected_output(spec, results)
     assert_is_described(folder, part, results)
-    assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d") == part
+    assert stated_part(folder, staged_file(part), SHARD, "f00d") == part
 
 
 def run(folder: Folder, spec: JobSpec, results: list[Result], chance: random.Random) -> tuple[OpenLease, int]:
@@ -195,11 +195,10 @@ def check(shard: OpenLease, results: list[Result]) -> None:
 
 
 def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> None:
-    data = folder.read(f"staging/{part.file}")
+    data = folder.read(staged_file(part))
     answered = [result for result in results if result.completion is not None]
     assert part == Part(
         shard=SHARD.index,
-        file="000003-z.parquet",
         num_rows=len(results),
         num_errors=sum(result.error is not None for result in results),
         num_bytes=len(data),
@@ -207,7 +206,7 @@ def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> No
         num_output_tokens=sum(len(r.completion.token_ids) for r in answered if r.completion is not None),
         digest=xxhash.xxh3_128_hexdigest(data),
     )
-    metadata = pq.read_metadata(folder.path(f"staging/{part.file}")).metadata
+    metadata = pq.read_metadata(folder.path(staged_file(part))).metadata
     own = {key.decode(): value.decode() for key, value in metadata.items() if key.startswith(b"batchinf.")}
     assert own == METADATA | {
         "batchinf.format_version": "1",
@@ -220,17 +219,14 @@ def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> No
         "batchinf.num_output_tokens": str(part.num_output_tokens),
         "batchinf.num_nan_rows": "0",
         "batchinf.num_inf_rows": "0",
-        "batchinf.seal": own["batchinf.seal"],
     }
-    assert data.count(own["batchinf.seal"].encode()) == 1
-    assert xxhash.xxh3_128_hexdigest(data.replace(own["batchinf.seal"].encode(), b"0" * 32)) == own["batchinf.seal"]
 
 
 def test_schema_of_the_file(folder: Folder) -> None:
     spec = SPECS["three samples"]
     part = write(folder, whole(folder, spec), spec)
     fields = [Rows.schema.field(name) for name in ("key", "kept", "key", "nested")]
-    schema = pq.read_schema(folder.path(f"staging/{part.file}"))
+    schema = pq.read_schema(folder.path(staged_file(part)))
     assert schema.equals(task_of(spec).output_schema(fields))
     assert "made" not in str(schema.field("id").metadata)
 
@@ -380,7 +376,7 @@ def test_a_journalled_shard_is_written_in_little_memory(folder: Folder, monkeypa
         pa.set_memory_pool(usual)
     assert num_bytes > 15 << 20
     assert pool.max_memory() < 8 << 20
-    footer = pq.read_metadata(folder.path(f"staging/{part.file}"))
+    footer = pq.read_metadata(folder.path(staged_file(part)))
     assert footer.num_row_groups >= num_bytes // (2 << 20)
 
 
@@ -416,14 +412,23 @@ def test_large_kept_columns_are_read_few_at_a_time(folder: Folder, monkeypatch: 
 
 
 def test_names() -> None:
-    assert (part_name(42), staging_name(42, "1-a")) == ("part-000042.parquet", "000042-1-a.parquet")
+    digest = "0123456789abcdef" * 2
+    assert (part_name(42), staging_name(42, digest)) == ("part-000042.parquet", f"000042-{digest}.parquet")
     for shard in (0, 42, 1_234_567):
         assert parse_part_name(part_name(shard)) == shard
-        assert parse_staging_name(staging_name(shard, "e3-r0-1f")) == shard
+        assert parse_staging_name(staging_name(shard, digest)) == (shard, digest)
 
 
 @pytest.mark.parametrize(
-    "name", ["part-42.parquet", "part-000042.parquet.bak", "my-part-000042.parquet", "README", "part-00004x.parquet"]
+    "name",
+    [
+        "part-42.parquet",
+        "part-000042.parquet.bak",
+        "my-part-000042.parquet",
+        "README",
+        "part-00004x.parquet",
+        "part-0000042.parquet",
+    ],
 )
 def test_foreign_names(name: str) -> None:
     assert parse_part_name(name) is None
@@ -431,52 +436,44 @@ def test_foreign_names(name: str) -> None:
     assert parse_staging_name("000042.parquet") is None
 
 
-def test_verify_asks_for_this_job_s_own_shard(folder: Folder) -> None:
+def test_a_part_states_its_job_and_its_shard(folder: Folder) -> None:
     spec = SPECS["three samples"]
     part = write(folder, whole(folder, spec), spec)
-    name = f"staging/{part.file}"
-    assert verify_part(folder, name, SHARD, "f00d") == part
+    name = staged_file(part)
+    assert stated_part(folder, name, SHARD, "f00d") == part
     folder.publish(name, "parts/part-000003.parquet")
-    adopted = verify_part(folder, "parts/part-000003.parquet", SHARD, "f00d")
-    assert adopted is not None
-    assert (adopted.file, adopted.digest, adopted.num_errors) == ("part-000003.parquet", part.digest, part.num_errors)
+    assert stated_part(folder, "parts/part-000003.parquet", SHARD, "f00d") == part
     strangers = [(SHARD, "other"), (Lease(4, 1000, 1060), "f00d"), (Lease(3, 1000, 1061), "f00d")]
     for shard, fingerprint in [*strangers, (Lease(3, 999, 1059), "f00d")]:
-        assert verify_part(folder, "parts/part-000003.parquet", shard, fingerprint) is None
+        assert stated_part(folder, "parts/part-000003.parquet", shard, fingerprint) is None
 
 
-def test_verify_of_what_is_no_part(folder: Folder) -> None:
+def test_a_file_that_is_no_part_states_nothing(folder: Folder) -> None:
     folder.path("parts/text").write_text("hello")
     folder.path("parts/empty").touch()
     pq.write_table(pa.table({"row_index": [1]}), folder.path("parts/foreign"))
     for name in ("text", "empty", "foreign", "absent"):
-        assert verify_part(folder, f"parts/{name}", SHARD, "f00d") is None
+        assert stated_part(folder, f"parts/{name}", SHARD, "f00d") is None
 
 
-def test_torn_or_altered_parts_are_not_adopted(folder: Folder) -> None:
+def test_a_staged_part_that_is_torn_or_altered_is_not_the_one_of_its_name(folder: Folder) -> None:
+    def is_whole() -> bool:
+        found = stated_part(folder, name, SHARD, "f00d")
+        return found is not None and staged_file(found) == name
+
     spec = SPECS["one sample"]
     part = write(folder, whole(folder, spec), spec)
-    path, name = folder.path(f"staging/{part.file}"), f"staging/{part.file}"
+    path, name = folder.path(staged_file(part)), staged_file(part)
     data, chance = path.read_bytes(), random.Random(0)
     with path.open("r+b", buffering=0) as file:
         for place in [*range(0, len(data), 17), *range(len(data) - 100, len(data))]:
             os.pwrite(file.fileno(), bytes([data[place] ^ 1 << chance.randrange(8)]), place)
-            assert verify_part(folder, name, SHARD, "f00d") is None
+            assert not is_whole()
             os.pwrite(file.fileno(), data[place : place + 1], place)
-    assert verify_part(folder, name, SHARD, "f00d") == part
+    assert is_whole()
     for length in sorted({0, 1, 7, 8, 12, *chance.sample(range(len(data)), 60), len(data) - 1}, reverse=True):
         os.truncate(path, length)
-        assert verify_part(folder, name, SHARD, "f00d") is None
-
-
-def test_a_seal_in_the_data_is_not_taken_for_the_file_s_own(folder: Folder) -> None:
-    class Forged(Rows):
-        def fields_of(self, positions: Any, fields: Sequence[pa.Field], lost: Any = None) -> pa.Table:
-            return pa.table({"key": [f"batchinf.seal: {row:032x}" for row in positions]})
-
-    spec = make_spec(id_column="key")
-    part = write(folder, whole(folder, spec), spec, Forged())
-    assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d") == part
+        assert not is_whole()
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -507,7 +504,7 @@ def test_a_disk_that_fails_at_a_step(folder: Folder, where: str, step: str, monk
             assert again.num_results >= 50
         part = finish(again)
         assert read(folder, part) == expected_output(spec, results)
-        assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d") == part
+        assert stated_part(folder, staged_file(part), SHARD, "f00d") == part
     assert not [name for name in os.listdir(folder.path("staging")) if name.startswith(".")]
 
 

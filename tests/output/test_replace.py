@@ -15,13 +15,13 @@ from test_tasks_generate import make_results
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
-from batchinf.manifest.names import incarnation_name, part_name, retry_of
+from batchinf.manifest.names import incarnation_name, part_name, published_file, retry_of, staged_file
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import verify_part
-from batchinf.output.replace import replaces, retry_metadata, write_replacement
+from batchinf.output.parts import stated_part
+from batchinf.output.replace import check_replaced, retry_metadata, write_replacement
 from batchinf.records import Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -50,7 +50,7 @@ def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
     shard = opened(folder, spec)
     shard.add(shard.task.encode(results))
     part = write(folder, shard, spec)
-    folder.publish(f"staging/{part.file}", f"parts/{part_name(SHARD.index)}")
+    folder.publish(staged_file(part), published_file(part))
     return part
 
 
@@ -101,11 +101,13 @@ def test_chosen_rows_are_new_and_the_others_as_they_were(
     kept = [r for r in first if not chosen[r.prompt.row_index - 1000]]
     assert (part.retry, part.num_kept, part.num_rows) == (1, len(kept), len(first))
     assert part.num_kept_errors == sum(r.error is not None for r in kept)
-    staged = f"staging/{part.file}"
-    whole = verify_part(folder, staged, SHARD, "f00d")
+    staged = staged_file(part)
+    whole = stated_part(folder, staged, SHARD, "f00d")
     assert whole == replace(part, num_kept=0, num_kept_errors=0)
-    assert replaces(folder, staged, f"parts/{part_name(SHARD.index)}")
-    assert old.digest != part.digest
+    assert part.replaces == old.digest != part.digest
+    check_replaced(folder, part, old)
+    with pytest.raises(OutputError, match="damaged, and its other rows cannot be kept: move it away"):
+        check_replaced(folder, part, replace(old, digest=part.digest))
 
 
 def test_each_retry_stands_in_the_metadata(folder: Folder) -> None:
@@ -118,7 +120,7 @@ def test_each_retry_stands_in_the_metadata(folder: Folder) -> None:
         shard = reopened(folder, spec, chosen, incarnation_name(2, 1, retry.number))
         shard.add(shard.task.encode(results[retry.number : retry.number + 1]))
         part = write_new(folder, shard, spec, retry)
-        folder.publish(f"staging/{part.file}", f"parts/{part_name(SHARD.index)}")
+        folder.publish(staged_file(part), published_file(part))
     stored = pq.read_metadata(folder.path(f"parts/{part_name(SHARD.index)}")).metadata
     assert stored[b"batchinf.retry"] == b"2"
     said = [json.loads(stored[f"batchinf.retry.{number}".encode()]) for number in (1, 2)]
@@ -138,6 +140,9 @@ def test_a_damaged_part_is_not_merged(folder: Folder) -> None:
     path.write_bytes(data)
     shard = reopened(folder, spec, np.arange(SHARD.num_rows) == 5)
     shard.add(shard.task.encode(results[5:6]))
+    with pytest.raises(OutputError, match="moves damaged parts aside"):
+        write_new(folder, shard, spec)
+    path.write_bytes(data[:1000])
     with pytest.raises(OutputError, match="move it away"):
         write_new(folder, shard, spec)
 
