@@ -308,9 +308,8 @@ def _run(module: str) -> NoReturn:
 
 def _make_adapters() -> None:
     """Make the readers of records, which each process of a job would make for itself: 0.1 s of a coordinator."""
-    storage, lines, channel = (
-        importlib.import_module(f"batchinf.{name}") for name in ("base.storage", "manifest.lines", "fleet.local.channel")
-    )
+    names = ("base.storage", "manifest.lines", "fleet.local.channel")
+    storage, lines, channel = (sys.modules[f"batchinf.{name}"] for name in names)
     others = {
         "base.slices": ["Cut"],
         "fleet.sharing.quarantine": ["Case"],
