@@ -65,6 +65,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters[_PRINTED] = _refuse_missing
         self.filters[_PRINTED_TEXT] = _printed
         self.filters[_ALL_PRINTED] = _refuse_missing_items
+        self.filters[_ALL_PRINTED_TEXTS] = _printed_items
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See jinja2. A row may give the factor, so a text is not repeated beyond the limit."""
@@ -125,12 +126,40 @@ def _refuse_missing(value: Any) -> Any:
 
 def _printed(value: Any) -> Any:
     """As `_refuse_missing`, and a decimal in plain digits: Python writes 0E-9 for the 0 of nine decimals."""
+    if isinstance(value, dict | list | tuple):
+        return _refuse_missing(_with_bare_texts(value))
     return format(value, "f") if isinstance(value, decimal.Decimal) else _refuse_missing(value)
+
+
+class _Bare(str):
+    """A text that a list prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _with_bare_texts(value: Any) -> Any:
+    """The value, with each part as it is printed alone: Python writes a time in a list as datetime.time(1, 2)."""
+    if isinstance(value, dict):
+        return {key: _with_bare_texts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_bare_texts, value))
+    if isinstance(value, _PRINTED_BARE):
+        return _Bare(_printed(value))
+    return _refuse_unprintable(value) if isinstance(value, bytes) else value
+
+
+_PRINTED_BARE = (decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, uuid.UUID)
 
 
 def _refuse_missing_items(values: Any) -> Any:
     """As `_refuse_missing`, for each of these values. Jinja2 maps and joins nothing for a null in place of them."""
     return None if values is None else [_refuse_missing(value) for value in values]
+
+
+def _printed_items(values: Any) -> Any:
+    """As `_refuse_missing_items`, with `_printed`."""
+    return None if values is None else [_printed(value) for value in values]
 
 
 class _PrintedDict(dict[Any, Any]):
@@ -316,7 +345,7 @@ class _TextsOfNulls(jinja2.visitor.NodeTransformer):
             case [nodes.Const(value=name)] if node.name == "map":
                 is_of_each = name in _OF_ONE_TEXT
         if node.node is not None and (is_of_each or node.name in _OF_ONE_TEXT):
-            node.node = _filtered(node.node, _ALL_PRINTED if is_of_each else _PRINTED_TEXT)
+            node.node = _filtered(node.node, _ALL_PRINTED_TEXTS if is_of_each else _PRINTED_TEXT)
         if node.node is not None and node.name in _WITH_DEFAULT and not (node.args or node.kwargs):
             node.node = _filtered(node.node, _PRINTED)
         if node.name == "format":
@@ -335,6 +364,7 @@ class _TextsOfNulls(jinja2.visitor.NodeTransformer):
 _PRINTED = "printed value"
 _PRINTED_TEXT = "printed text"
 _ALL_PRINTED = "printed values"
+_ALL_PRINTED_TEXTS = "printed texts"
 # Filters that make a text of their value, whatever it is.
 _OF_ONE_TEXT = (
     *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace", "safe"),

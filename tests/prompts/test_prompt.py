@@ -1,5 +1,6 @@
 """Row → token ids: each way in which a row can have no prompt, and ids that are the tokenizer's own."""
 
+import datetime
 import decimal
 import math
 from typing import Any
@@ -510,10 +511,35 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Any, content: str | None) -> N
 
 
 @pytest.mark.parametrize(
+    ("value", "text", "before"),
+    [
+        ([datetime.time(1, 2, 3)], "[01:02:03]", "[datetime.time(1, 2, 3)]"),
+        ({"d": datetime.date(2024, 1, 31), "n": None}, "{'d': 2024-01-31, 'n': None}",
+         "{'d': datetime.date(2024, 1, 31), 'n': None}"),
+        ([("k", decimal.Decimal("0E-9"))], "[('k', 0.000000000)]", "[('k', Decimal('0E-9'))]"),
+        ([{"t": [datetime.timedelta(1)]}, "a"], "[{'t': [1 day, 0:00:00]}, 'a']",
+         "[{'t': [datetime.timedelta(days=1)]}, 'a']"),
+        ([b"ab"], None, "[b'ab']"),
+        ({"a": [b"ab"]}, None, "{'a': [b'ab']}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("template", ["{{ x }}", "{{ x | string }}", "{{ x ~ '' }}", "{{ [x] | join(',') }}"])
+def test_values_in_a_list_are_printed_as_alone(value: object, text: str | None, before: str, template: str) -> None:
+    spec = make_spec(input={"prompt_template": template})
+    rendered = Renderer(spec).render(Row(0, {"x": value}))
+    if text is None:
+        assert isinstance(rendered, RowError) and "it prints bytes" in rendered.error_message
+    else:
+        assert rendered == text
+    assert Renderer(spec.model_copy(update={"rules": FIRST_RULES})).render(Row(0, {"x": value})) == before
+
+
+@pytest.mark.parametrize(
     ("template", "text", "before"),
     [
         ("{{ x }}{{ y }}", "0.000000000b", "0E-9b"),
         ("{{ x ~ y }}", "0.000000000b", "0E-9b"),
+        ("{{ [x, y] | join }}", "0.000000000b", "0E-9b"),
         ("{{ x | trim }}{{ y }}", "0.000000000b", "0E-9b"),
         ("{{ '%.2f' | format(x) }}{{ '%.1f' % x }}{{ x + 1 }}", "0.000.01.000000000", "0.000.01.000000000"),
     ],
