@@ -375,14 +375,8 @@ _WITH_DEFAULT = ("int", "float")
 
 
 def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
-    by_place: tuple[Any, ...] = (
-        value,
-        name,
-        [],
-        [],
-        None,
-        None,
-    )  # with its arguments, which Jinja2 takes by place only
+    # Jinja2 takes the filter's arguments by place only.
+    by_place: tuple[Any, ...] = (value, name, [], [], None, None)
     return nodes.Filter(*by_place, lineno=value.lineno)
 
 
