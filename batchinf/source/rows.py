@@ -116,6 +116,7 @@ def _of_files(
         version, scanned = first_version(scanner, files)
         if input.is_new:
             _refuse_headless(format, scanned, version)
+            _refuse_lost_folders(scanned.values())
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
@@ -322,6 +323,22 @@ def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
         if remark := by_schema[entry.schema]:
             remarks.setdefault(remark, []).append(file.name)
     return remarks
+
+
+def _refuse_lost_folders(scanned: Iterable[ScannedFile]) -> None:
+    """Raises InputError if a file's folder names a value of a column that only other files have: it would be null."""
+    owners: dict[str, str] = {}
+    by_folder: dict[str, str] = {}
+    for file, entry in scanned:
+        own = entry.arrow_schema().names if entry.num_rows else []
+        values = folder_values(file.name) if entry.num_rows else {}
+        owners |= dict.fromkeys(own, file.name)
+        by_folder |= {column: file.name for column, value in values.items() if value is not None and column not in own}
+    for column in by_folder.keys() & owners.keys():
+        raise InputError(
+            f"column '{column}': {owners[column]} has it itself, and {by_folder[column]} only in its folder's name, "
+            "which would be lost; give all files the column, or none"
+        )
 
 
 def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:

@@ -58,6 +58,7 @@ class Parquet(FileFormat):
         return self.name if self._wraps_int96 else _WHOLE_INT96
 
     def for_input(self, input: InputLocation) -> FileFormat:
+        super().for_input(input)
         return Parquet(input.rules)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
