@@ -277,8 +277,11 @@ def cast_column(column: Any, type: pa.DataType) -> Any:
     """An array in another type. Raises `pa.ArrowInvalid` if a value would change."""
     if column.type.equals(type):
         return column
-    # In two steps: Arrow casts a dictionary to its own values, but not to every other type.
-    for step in (_plain(column.type), type):
+    # In steps: Arrow casts a dictionary to its own values, but not to every other type, and not if they are views.
+    first = column.type
+    if isinstance(first, pa.DictionaryType):
+        first = pa.dictionary(first.index_type, _plain(first.value_type))
+    for step in (first, _plain(column.type), type):
         column = column if column.type.equals(step) else column.cast(step)
     return column
 
