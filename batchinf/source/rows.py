@@ -327,18 +327,20 @@ def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
 
 def _refuse_lost_folders(scanned: Iterable[ScannedFile]) -> None:
     """Raises InputError if a file's folder names a value of a column that only other files have: it would be null."""
-    owners: dict[str, str] = {}
-    by_folder: dict[str, str] = {}
-    for file, entry in scanned:
-        own = entry.arrow_schema().names if entry.num_rows else []
-        values = folder_values(file.name) if entry.num_rows else {}
-        owners |= dict.fromkeys(own, file.name)
-        by_folder |= {column: file.name for column, value in values.items() if value is not None and column not in own}
-    for column in by_folder.keys() & owners.keys():
-        raise InputError(
-            f"column '{column}': {owners[column]} has it itself, and {by_folder[column]} only in its folder's name, "
-            "which would be lost; give all files the column, or none"
-        )
+    with_rows = [(file, entry) for file, entry in scanned if entry.num_rows]
+    if not any("=" in file.name for file, _ in with_rows):
+        return
+    columns = {
+        entry.schema: entry.arrow_schema().names for entry in {entry.schema: entry for _, entry in with_rows}.values()
+    }
+    owners = {column: file.name for file, entry in with_rows for column in columns[entry.schema]}
+    for file, entry in with_rows:
+        for column, value in folder_values(file.name).items():
+            if value is not None and column in owners and column not in columns[entry.schema]:
+                raise InputError(
+                    f"column '{column}': {owners[column]} has it itself, and {file.name} only in its folder's name, "
+                    "which would be lost; give all files the column, or none"
+                )
 
 
 def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
