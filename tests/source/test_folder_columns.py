@@ -73,3 +73,12 @@ def test_a_folder_does_not_lose_its_value_to_a_column_of_other_files(is_new: boo
         InputError, match=r"column 'lang': lang=de/a\.jsonl has it itself, and lang=fr/b\.jsonl only in"
     ):
         open_source(location, tmp_path / "cache")
+
+
+def test_a_folder_that_comes_later_does_not_lose_its_value(tmp_path: pathlib.Path) -> None:
+    lines(tmp_path / "data", "lang=de/a.jsonl", '{"text": "x", "lang": "own"}')
+    location = InputLocation(str(tmp_path / "data"))
+    first = open_source(location, tmp_path / "cache")
+    lines(tmp_path / "data", "lang=fr/b.jsonl", '{"text": "y"}')
+    with pytest.raises(InputError, match="only in its folder's name"):
+        open_source(location, tmp_path / "cache", first.fingerprints, "take")
