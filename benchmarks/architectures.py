@@ -43,6 +43,12 @@ _EXPERTS = {
     "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }  # fmt: skip
+# Three of four layers are gated delta nets. vLLM's own choice for their prompts on Hopper needs FlashInfer.
+_DELTA_NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128,
+}  # fmt: skip
+_TRITON = {"gdn_prefill_backend": "triton"}
 _TIED = ("model.embed_tokens.weight", "model.norm.weight")
 _ADAPTED, _RANK, _ALPHA = ("q_proj", "v_proj"), 8, 16
 ADAPTER = "adapter"
@@ -78,6 +84,8 @@ ARCHITECTURES = {
     "qwen3-moe": Architecture("qwen3_moe", _EXPERTS),
     "falcon-h1": Architecture("falcon_h1", _MAMBA, engine=_NO_PREFIXES),
     "granite-hybrid": Architecture("granitemoehybrid", _GRANITE, engine=_NO_PREFIXES),
+    "qwen3.5": Architecture("qwen3_5_text", _DELTA_NETS, ("generate",), _TRITON),
+    "qwen3.5-no-prefixes": Architecture("qwen3_5_text", _DELTA_NETS, ("generate",), _TRITON | _NO_PREFIXES),
     "llama-lora": Architecture("llama", has_adapter=True),
     "llama-fp8-cache": Architecture("llama", engine={"kv_cache_dtype": "fp8"}),
 }

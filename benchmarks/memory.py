@@ -1,7 +1,6 @@
 """Peak memory of the coordinator and of the replicas while a job runs on the scripted engine.
 
     python benchmarks/memory.py --rows 10000 10000000
-    python benchmarks/memory.py --rows 10000 10000000 --single-row-group
     python benchmarks/memory.py --rows 32 320 --output-tokens 32000 --logprobs 20 --max-num-seqs 8
 
 RSS is the kernel's own peak. It includes pages of mapped files (the spool, the journal's segments), which the kernel
@@ -58,7 +57,6 @@ class Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", required=True)
-    parser.add_argument("--single-row-group", action="store_true")
     parser.add_argument("--output-tokens", type=int, default=4)
     parser.add_argument("--logprobs", type=int)
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -67,21 +65,20 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     for num_rows in args.rows:
-        folder = args.out / f"{num_rows}{'-single' if args.single_row_group else ''}-{args.output_tokens}"
+        folder = args.out / f"{num_rows}-{args.output_tokens}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_rows(folder / "rows.parquet", num_rows, single_row_group=args.single_row_group)
+        write_rows(folder / "rows.parquet", num_rows)
         spec = write_spec(folder, args.output_tokens, args.logprobs, args.max_num_seqs, args.replicas)
         found.append(run(spec, folder, num_rows))
         print(table(found), flush=True)
 
 
-def write_rows(path: pathlib.Path, num_rows: int, *, single_row_group: bool) -> None:
+def write_rows(path: pathlib.Path, num_rows: int) -> None:
     """Write Parquet rows `id` and `prompt`, with different prompts of about 10 tokens."""
-    chunks = (_rows(start, min(start + _CHUNK_ROWS, num_rows)) for start in range(0, num_rows, _CHUNK_ROWS))
     with pq.ParquetWriter(path, _rows(0, 1).schema) as writer:
-        for rows in [pa.concat_tables(chunks)] if single_row_group else chunks:
-            writer.write_table(rows, row_group_size=num_rows)
+        for start in range(0, num_rows, _CHUNK_ROWS):
+            writer.write_table(_rows(start, min(start + _CHUNK_ROWS, num_rows)))
 
 
 def _rows(start: int, stop: int) -> pa.Table:

@@ -383,7 +383,7 @@ def write_spec(
     engine = workload.engine if workload.job_engine is None else workload.job_engine
     if engine:
         spec["engine"] = engine
-    if workload.schema:
+    if workload.structure and workload.structure[0] == "json":
         spec["max_error_rate"] = 1.0  # a text that `max_tokens` cuts off is no JSON
     if workload.system_tokens:
         spec["input"]["system_prompt"] = system_of(workload)

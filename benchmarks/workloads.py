@@ -24,6 +24,9 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+CHOICES = ["positive", "negative", "neutral", "unclear", "spam", "question", "complaint", "praise"]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Rows with `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
@@ -33,12 +36,12 @@ class Workload:
     prompts, not of the outputs. chunk_rows: rows for one call of the rival `chunks`. order: the job's `input.order`.
     task: the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this
     time a step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache
-    then holds a third of all prefixes. ends: an end-of-sequence token ends a row. schema: the JSON schema of the text;
-    a row then has about `mean_tokens` tokens. system_tokens: of the system prompt that all rows share; each prompt is
-    then a user message. first_tokens: of the first prompt, which may be longer than the others. num_labels: classes of
-    a classifier. lora_rank: of one adapter for all rows. own_engine: engine arguments of job and rivals in place of
-    those that follow from the other fields; an empty one leaves them to vLLM and batchinf. job_engine: of the job
-    alone. job_parallel: more fields of the job's section `parallel`.
+    then holds a third of all prefixes. ends: an end-of-sequence token ends a row. structure: field and value of
+    `structured_outputs`; a row then has about `mean_tokens` tokens. system_tokens: of the system prompt that all rows
+    share; each prompt is then a user message. first_tokens: of the first prompt, which may be longer than the others.
+    num_labels: classes of a classifier. lora_rank: of one adapter for all rows. own_engine: engine arguments of job and
+    rivals in place of those that follow from the other fields; an empty one leaves them to vLLM and batchinf.
+    job_engine: of the job alone. job_parallel: more fields of the job's section `parallel`.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Workload:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: str | None = None
-    schema: dict[str, Any] | None = None
+    structure: tuple[str, Any] | None = None
     log_normal: bool = False
     counts_prompts: bool = False
     system_tokens: int = 0
@@ -145,8 +148,8 @@ class Workload:
             fields["prompt_logprobs"] = self.prompt_logprobs
         if self.stop is not None:
             fields["stop"] = [self.stop]
-        if self.schema is not None:
-            fields["structured_outputs"] = {"json": self.schema}
+        if self.structure is not None:
+            fields["structured_outputs"] = dict([self.structure])
         if self.call_of(kind) in ("ceiling", "sorted"):
             fields = {name: value for name, value in fields.items() if name not in OUTPUTS}
         # A grammar ends a row with the end-of-sequence token.
@@ -311,8 +314,13 @@ WORKLOADS = {
         # The ceiling has no grammar: raw / ceiling is what the mask costs. The grammar allows white space, which greedy
         # random weights would choose for ever. So this job draws its tokens.
         Workload(
-            "json", num_rows=4096, prompt_tokens=128, max_tokens=160, mean_tokens=95, temperature=1.0, schema=SCHEMA,
-            rivals=("raw", "ceiling"), h200={"batchinf": 13452, "raw": 9789, "ceiling": 14841}, **_BARE,
+            "json", num_rows=4096, prompt_tokens=128, max_tokens=160, mean_tokens=95, temperature=1.0,
+            structure=("json", SCHEMA), rivals=("raw", "ceiling"),
+            h200={"batchinf": 13452, "raw": 9789, "ceiling": 14841}, **_BARE,
+        ),
+        Workload(
+            "choice", num_rows=8192, prompt_tokens=128, max_tokens=16, mean_tokens=6, temperature=1.0,
+            structure=("choice", CHOICES), rivals=("raw",), **_BARE,
         ),
         Workload(
             "long-out", num_rows=96, prompt_tokens=128, max_tokens=8000, logprobs=20, rivals=("flat",),

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("command", [
     "worker_speed.py --rows 200 --out {out}",
     "tail.py --rows 30 --replicas 2 --skews 0.2 --lengths equal --jobs 1",
-    "structures.py check --rows 200 --rounds 1 --out {out}",
     "scheduler_steps.py --requests 64 --steps 5",
     "scheduler_steps.py --structured --requests 64 --steps 5",
     "memory.py --rows 300 --out {out}",

@@ -56,7 +56,7 @@ from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
-# milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/structures.py`.
+# milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/history/processor.md`.
 _BACKEND = "guidance"
 # The only one that has the structural tags by which vLLM forces most models' calls.
 _BACKEND_OF_CALLS = "xgrammar"

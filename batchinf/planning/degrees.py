@@ -217,7 +217,9 @@ def reason_for(chosen: Option, fitting: list[Option], work: Workload | None, mac
         return why if chosen.degrees.pipeline > 1 else f"{why}, and replicas scale better than larger degrees"
     lengths = f"(for {work.text})"
     if chosen.degrees.num_devices == least.degrees.num_devices:
-        more = ", and no larger degree predicts clearly more tokens a second" if len(fitting) > 1 else ""
+        is_slower = any(option.tokens_per_s > chosen.tokens_per_s * (1 + _CLEARLY) for option in fitting)
+        degree = "tensor-parallel size" if is_slower else "degree"  # only pipelines are passed over
+        more = f", and no larger {degree} predicts clearly more tokens a second" if len(fitting) > 1 else ""
         return f"{why}{more}; limited by {chosen.prediction.limited_by} {lengths}"
     assert least.prediction is not None
     return (

@@ -47,7 +47,7 @@ class PromptBuilder:
         `BatchReader`.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
-        self._sampling = RowSampling(spec.sampling)
+        self._sampling = RowSampling(spec.sampling, vocab_size)
         self._adapter = RowAdapter(spec)
         self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
         self._placeholders = self._renderer.placeholders(tokenizer)

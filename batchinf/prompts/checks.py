@@ -107,7 +107,7 @@ def check_order(spec: JobSpec) -> None:
             "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
             "leave one of them out"
         )
-    if order == "longest" and not spec.input.is_batch_file and "max_tokens" not in spec.sampling.columns:
+    if order == "longest" and not spec.rows_may_set("max_tokens"):
         raise SpecError(
             "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
             "sampling.max_tokens: {column: budget}, or leave it out"

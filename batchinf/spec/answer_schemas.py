@@ -7,7 +7,6 @@ ECMA-262's, which Python's `re` is not: it has other digits, another `$` and no 
 import contextlib
 import functools
 import json
-import types
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -17,8 +16,9 @@ import attrs
 import referencing
 import referencing.jsonschema
 import regress
-from jsonschema import Draft202012Validator, validators
+from jsonschema import Draft202012Validator, ValidationError, validators
 from jsonschema_specifications import REGISTRY
+from referencing.jsonschema import lookup_recursive_ref
 
 from batchinf.base.text import clip
 
@@ -27,7 +27,6 @@ _MOST_SCHEMAS = 256
 _MOST_DIGITS = 10_000
 _SHOWN_CHARS = 200
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_WITH_PATTERNS = ("pattern", "patternProperties", "additionalProperties", "unevaluatedProperties")
 
 
 class UncheckableError(Exception):
@@ -87,43 +86,81 @@ def _pattern(text: str) -> Any:
     return regress.Regex(text)
 
 
-class _Ecma:
-    """Takes the place of Python's `re` in copies of jsonschema's functions."""
-
-    @staticmethod
-    def search(pattern: str, text: str) -> Any:
-        try:
-            return _pattern(pattern).find(text)
-        except UnicodeEncodeError:  # half of a surrogate pair, which a JSON text can have as an escape
-            return _pattern(pattern).find(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+def _matches(pattern: str, text: str) -> bool:
+    try:
+        return _pattern(pattern).find(text) is not None
+    except UnicodeEncodeError:  # half of a surrogate pair, which a JSON text can have as an escape
+        return _pattern(pattern).find(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")) is not None
 
 
-def _additional(instance: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
-    """Replaces jsonschema's function of this purpose, which joins all patterns to one."""
-    patterns = schema.get("patternProperties", {})
-    for name in instance.keys() - schema.get("properties", {}).keys():
-        if not any(_Ecma.search(pattern, name) for pattern in patterns):
-            yield name
+# -- keywords with patterns, as jsonschema calls them ----------------------------------------------------------------
+
+_KEYWORDS = Draft202012Validator.VALIDATORS
 
 
-def _with_ecma(function: Any, copies: dict[Any, Any]) -> Any:
-    """A copy of a function of jsonschema, and of those that it calls, in which `re` is `_Ecma`."""
-    if function not in copies:
-        names = dict(function.__globals__)
-        copies[function] = types.FunctionType(
-            function.__code__,
-            names,
-            name=function.__name__,
-            argdefs=function.__defaults__,
-            closure=function.__closure__,
-        )
-        for name, value in names.items():
-            if isinstance(value, types.ModuleType) and value.__name__ == "re":
-                names[name] = _Ecma
-            elif isinstance(value, types.FunctionType) and value.__module__.startswith("jsonschema._"):
-                names[name] = _additional if name == "find_additional_properties" else _with_ecma(value, copies)
-    return copies[function]
+def _check_pattern(validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
+
+def _check_matching(validator: Any, patterns: dict[str, Any], instance: Any, _: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        for pattern, part in patterns.items():
+            for name in instance:
+                if _matches(pattern, name):
+                    yield from validator.descend(instance[name], part, path=name, schema_path=pattern)
+
+
+def _check_additional(validator: Any, part: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        rest = {name: value for name, value in instance.items() if not _names(schema, name)}
+        yield from _KEYWORDS["additionalProperties"](validator, part, rest, {})
+
+
+def _check_unevaluated(validator: Any, part: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        others = {keyword: value for keyword, value in schema.items() if keyword != "unevaluatedProperties"}
+        evaluated = set(_evaluated(validator, instance, others))
+        rest = {name: value for name, value in instance.items() if name not in evaluated}
+        yield from _KEYWORDS["unevaluatedProperties"](validator, part, rest, {})
+
+
+def _names(schema: Any, name: str) -> bool:
+    """Whether `properties` or `patternProperties` of a schema name a property."""
+    patterns = schema.get("patternProperties", ())
+    return name in schema.get("properties", ()) or any(_matches(pattern, name) for pattern in patterns)
+
+
+def _evaluated(validator: Any, instance: dict[str, Any], schema: Any) -> Iterator[str]:
+    """Yield the properties that a schema evaluates, itself or by the schemas in it for the same object."""
+    if not isinstance(schema, dict):
+        return
+    if "additionalProperties" in schema or "unevaluatedProperties" in schema:
+        yield from instance
+    yield from (name for name in instance if _names(schema, name))
+    for keyword in _REFERENCES:
+        if keyword in schema:
+            recursive = keyword == "$recursiveRef"
+            resolver = validator._resolver
+            target = lookup_recursive_ref(resolver) if recursive else resolver.lookup(schema[keyword])
+            there = validator.evolve(schema=target.contents, _resolver=target.resolver)
+            yield from _evaluated(there, instance, target.contents)
+    parts = [part for keyword in ("allOf", "anyOf", "oneOf") for part in schema.get(keyword, ())]
+    parts += [part for name, part in schema.get("dependentSchemas", {}).items() if name in instance]
+    if "if" in schema:
+        holds = next(validator.descend(instance, schema["if"]), None) is None
+        parts += [schema["if"], schema.get("then" if holds else "else", True)]
+    for part in parts:
+        if next(validator.descend(instance, part), None) is None:
+            yield from _evaluated(validator, instance, part)
+
+
+_WITH_PATTERNS = {
+    "pattern": _check_pattern,
+    "patternProperties": _check_matching,
+    "additionalProperties": _check_additional,
+    "unevaluatedProperties": _check_unevaluated,
+}
 
 # -- schemas ---------------------------------------------------------------------------------------------------------
 
@@ -138,8 +175,7 @@ def _dialect(uri: str | None) -> Any:
     base: Any = Draft202012Validator if uri is None else validators.validator_for({"$schema": uri}, default=None)
     if base is None:
         return None
-    copies: dict[Any, Any] = {}
-    keywords = {name: _with_ecma(base.VALIDATORS[name], copies) for name in _WITH_PATTERNS if name in base.VALIDATORS}
+    keywords = {name: check for name, check in _WITH_PATTERNS.items() if name in base.VALIDATORS}
     dialect: Any = validators.extend(base, keywords, type_checker=base.TYPE_CHECKER.redefine("integer", _is_integer))
     dialect.evolve = attrs.evolve  # jsonschema's own would take its plain validator where a `$ref` leads to a `$schema`
     return dialect

@@ -12,7 +12,7 @@ from batchinf.model.cache import KvCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
 from batchinf.model.parameters import count_parameters
-from batchinf.planning.degrees import Degrees, Machine, best, options, that_fit
+from batchinf.planning.degrees import Degrees, Machine, best, options, reason_for, that_fit
 from batchinf.planning.gpus import gpu_like, gpu_named, why_not
 from batchinf.planning.throughput import Workload
 from batchinf.spec.job import ModelSpec
@@ -242,6 +242,15 @@ def test_no_degree_of_one_node() -> None:
     assert not list(that_fit(fit(LLAMA_70B, "h200"), Machine(None, 1, 1, share), 8192))
     found = least(LLAMA_405B, "h100-80", 8192, node=8)
     assert (found.tensor, found.pipeline) == (8, 2)
+
+
+def test_the_reason_does_not_deny_a_faster_pipeline() -> None:
+    work = Workload(10**6, 1024, 256, 1280)
+    machine = Machine(gpu_named("h100-80"), 16, 2, DEFAULT_GPU_MEMORY_UTILIZATION)
+    found = options(fit(LLAMA_405B, "h100-80"), machine, 8192, work)
+    assert (chosen := best(found)) is not None and chosen.degrees.pipeline == 1
+    assert max(found, key=lambda option: option.tokens_per_s).degrees.pipeline > 1
+    assert "no larger tensor-parallel size predicts clearly more" in reason_for(chosen, found, work, machine)
 
 
 def test_70b_on_eight_h200_is_tensor_2_data_4() -> None:

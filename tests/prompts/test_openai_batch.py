@@ -321,3 +321,12 @@ def test_documents_are_for_the_chat_template() -> None:
         "template_error",
         "the row has documents, but the chat template has no variable `documents`, so the model would not see them",
     )
+
+
+def test_lines_may_set_what_columns_may_set() -> None:
+    spec = JobSpec(**LEAST, sampling={"temperature": 0, "max_tokens": {"column": "most"}})
+    assert (spec.rows_may_set("max_tokens"), spec.rows_may_set("temperature")) == (True, False)
+    lines = spec.model_copy(update={"input": spec.input.model_copy(update={"format": "openai"})})
+    assert lines.rows_may_set("temperature")
+    assert lines.may_have_structures
+    assert not spec.may_have_structures

@@ -703,7 +703,6 @@ def reference() -> str:
     lines = []
     for section in ("", *(name for name, doc in field_docs().items() if doc.resume is None)):
         lines += ["", f"### {section or 'The top level'}", ""]
-        lines += [field_docs()[section].meaning, ""] if section else []
         lines += ["| field | type | default | kind | meaning |", "|---|---|---|---|---|"]
         lines += [row(doc) for doc in field_docs().values() if doc.name.rpartition(".")[0] == section]
     runtime = ", ".join(f"`{name}`" for name in sorted(RUNTIME_ENGINE_ARGUMENTS))

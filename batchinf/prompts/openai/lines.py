@@ -31,6 +31,7 @@ _AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
 _NO_RESPONSES = "write the instructions and the input as body.messages, and the URL as /v1/chat/completions"
 
 _Request = TypeVar("_Request")
+_Value = TypeVar("_Value")
 
 
 # Columns of lines of other batch APIs, in words: whose they are, and what holds the request.
@@ -77,7 +78,18 @@ def whole_line(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class Refused(Exception):
-    """The message names the field and the reason."""
+    """A row cannot run. The message names the field and the reason."""
+
+    def __init__(self, message: str, error_type: str = "unsupported_request") -> None:
+        super().__init__(message)
+        self.error = RowError(error_type, message)
+
+
+def valid(value: _Value | RowError) -> _Value:
+    """The value. Raises Refused with the row's error in its place."""
+    if isinstance(value, RowError):
+        raise Refused(value.error_message, value.error_type)
+    return value
 
 
 def url_of(values: Mapping[str, object]) -> str | None:
@@ -131,10 +143,10 @@ class LineReader(Generic[_Request]):
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
         try:
             return self._read(values)
-        except Refused as error:
-            return RowError("unsupported_request", str(error))
+        except Refused as refused:
+            return refused.error
 
-    def _read(self, values: Mapping[str, object]) -> _Request | RowError:
+    def _read(self, values: Mapping[str, object]) -> _Request:
         raise NotImplementedError
 
     def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:

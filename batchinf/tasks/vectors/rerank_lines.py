@@ -17,8 +17,10 @@ from batchinf.prompts.openai.lines import (
     show,
     take_template_kwargs,
     take_truncation,
+    valid,
 )
 from batchinf.prompts.renderer import take, take_list, unicode_error
+from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
 
@@ -59,29 +61,30 @@ class RerankReader(LineReader[RerankRequest]):
         self._where = spec.input
         self._pooling = pooling_of(spec)
 
-    # -- columns -------------------------------------------------------------------------------------------------------
+    def read_row(self, row: Row) -> RerankRequest | RowError:
+        """See `LineReader`. A row that is no line has its query and its documents in columns."""
+        if self._where.is_batch_file:
+            return super().read_row(row)
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        try:
+            return _checked(self._columns(row.values))
+        except Refused as refused:
+            return refused.error
 
-    def read_columns(self, values: Mapping[str, object]) -> RerankRequest | RowError:
-        """The request of a row whose columns have the query and the documents."""
+    def _columns(self, values: Mapping[str, object]) -> RerankRequest:
         where = self._where
         assert where.query_column is not None
         query = _text(values, where.query_column, "null_query")
-        if isinstance(query, RowError):
-            return query
         if where.document_column is not None:
-            document = _text(values, where.document_column, "null_document")
-            return document if isinstance(document, RowError) else _checked(RerankRequest([query], [document], None))
+            return RerankRequest([query], [_text(values, where.document_column, "null_document")], None)
         assert where.documents_column is not None
-        documents = take_list(values, where.documents_column, "texts", kind=str, null="null_documents")
-        if isinstance(documents, RowError):
-            return documents
+        documents = valid(take_list(values, where.documents_column, "texts", kind=str, null="null_documents"))
         if not documents:
-            return RowError("no_documents", f"column '{where.documents_column}' has an empty list")
-        return _checked(RerankRequest([query], documents, self._pooling.top_n or len(documents)))
+            raise Refused(f"column '{where.documents_column}' has an empty list", "no_documents")
+        return RerankRequest([query], documents, self._pooling.top_n or len(documents))
 
-    # -- lines ---------------------------------------------------------------------------------------------------------
-
-    def _read(self, values: Mapping[str, object]) -> RerankRequest | RowError:
+    def _read(self, values: Mapping[str, object]) -> RerankRequest:
         url, body = self.open(values)
         read = self._scores if url == SCORE_URL else self._ranking
         queries, documents, top_n = read(body)
@@ -160,18 +163,18 @@ def _line_texts(name: str, value: object) -> list[str]:
     raise Refused(f"{name}: got {got}; must be one text, or a list of texts")
 
 
-def _text(values: Mapping[str, object], column: str, null: str) -> str | RowError:
-    value = take(values, column, null)
-    if isinstance(value, str | RowError):
-        return value
-    return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
+def _text(values: Mapping[str, object], column: str, null: str) -> str:
+    value = valid(take(values, column, null))
+    if not isinstance(value, str):
+        raise Refused(f"got {name_type(value)} in column '{column}'; expected a string", "wrong_type")
+    return value
 
 
-def _checked(request: RerankRequest) -> RerankRequest | RowError:
+def _checked(request: RerankRequest) -> RerankRequest:
+    """The request, whose texts are valid Unicode. Raises Refused."""
     for name, texts in (("query", request.queries), ("document", request.documents)):
         for place, text in enumerate(texts):
-            if error := unicode_error(text, name_of(name, place, texts)):
-                return error
+            valid(unicode_error(text, name_of(name, place, texts)))
     return request
 
 
