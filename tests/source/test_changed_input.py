@@ -483,6 +483,22 @@ def test_two_that_read_different_versions_do_not_both_go_on(tmp_path: pathlib.Pa
     again.close()
 
 
+def test_a_change_that_keeps_the_stamp_is_noticed_where_a_chunk_is_read_again(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.parquet"
+    path.write_bytes(parquet(rows_of("a", "old")))
+    first = opened(tmp_path)
+    read(first, 0, 10)
+    before = path.stat()
+    in_place(path, parquet(rows_of("a", "new")))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = opened(tmp_path, first.fingerprints)
+    with pytest.raises(DriftError, match=r"a\.parquet"):
+        second.read(0, 10)
+    first.close()
+    second.close()
+
+
 def test_a_torn_record_counts_as_absent(tmp_path: pathlib.Path) -> None:
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "a.parquet"
