@@ -169,6 +169,30 @@ def test_a_manifest_that_is_older_than_its_parts_stops_a_run(is_retried: bool, t
     assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
 
 
+def test_a_manifest_that_is_older_than_an_extension_costs_no_part(tmp_path: pathlib.Path) -> None:
+    """As that of a backup, or one whose end is torn off. A run, a check and a repair say the way, and it goes on."""
+    rows = tmp_path / "rows.jsonl"
+    lines = jobs.PROMPTS.read_bytes().splitlines(keepends=True)
+    rows.write_bytes(b"".join(lines[:40]))
+    spec, out = jobs.spec_of(tmp_path, input={"path": str(rows)}), tmp_path / "out"
+    # Not finished, as the manifest of a finished job says that the input has grown.
+    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
+    shutil.copytree(out / "manifest", tmp_path / "backup")
+    jobs.finish(spec)
+    rows.write_bytes(b"".join(lines[:60]))
+    jobs.finish(spec, "--extend")
+    before = {path.name: path.read_bytes() for path in (out / "parts").iterdir()}
+    shutil.rmtree(out / "manifest")
+    shutil.copytree(tmp_path / "backup", out / "manifest")
+    [job] = check_job(str(out), is_deep=False, repair=True).jobs
+    assert {finding.problem for finding in job.findings} == {"part_taken_in", "extension_unnamed"}
+    stopped = jobs.run("run", spec, "--extend")
+    assert stopped.returncode == 2 and "--repair` takes such parts in" in stopped.stderr
+    assert check_job(str(out), is_deep=False, repair=True).is_whole
+    jobs.finish(spec)
+    assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
+
+
 def test_a_flipped_bit_anywhere_in_a_manifest_costs_no_part(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output={"rows_per_shard": 6}), tmp_path / "out"
     jobs.finish(spec)
