@@ -121,6 +121,30 @@ def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) ->
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_coordinator_that_stands_still_loses_no_staged_part(is_killed: bool, tmp_path: pathlib.Path) -> None:
+    """Its replicas go on, and none of their parts has a line. It goes on itself, or the next start takes them in."""
+    busy = {"scripted": {"max_num_seqs": 64, "step_s": 0.01}, "output": {"rows_per_shard": 2}}
+    spec, out = jobs.spec_of(tmp_path, **busy, checkpoint_interval_s=600), tmp_path / "out"
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((out / "staging").glob("0*")))
+    coordinator = jobs.family(process.pid)[-1]
+    coordinator.suspend()
+    jobs.wait_until(lambda: len(list((out / "staging").glob("0*"))) >= 20)
+    time.sleep(1.0)
+    staged = {path.stat().st_ino for path in (out / "staging").glob("0*")}
+    if is_killed:
+        strike(process, "everything")
+        process.communicate(timeout=60)
+        jobs.finish(spec)
+    else:
+        coordinator.resume()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert {path.stat().st_ino for path in (out / "parts").iterdir()} >= staged, "each is renamed, and none is made again"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
 def test_a_staged_part_that_is_altered_is_made_again(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
     assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
