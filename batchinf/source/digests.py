@@ -1,8 +1,8 @@
 """Digests that tell a job whether the bytes that it reads are still those that it has taken in.
 
 A file is trusted while its size, mtime and inode are unchanged. If they are not, its content is compared: lines with
-the digests of their blocks, which the scan keeps; Parquet with the digests of the column chunks that the job has read,
-which `ReadDigests` keeps; other files as a whole.
+the digests of their blocks, which the scan keeps; Parquet that is read where it lies with the digests of the column
+chunks that the job has read, which `ReadDigests` keeps; other files as a whole.
 """
 
 import io

@@ -52,8 +52,9 @@ class FileRange:
     stop_row: int
     """The number of rows of the whole content."""
     etag: str = ""
-    """As `digest`, see `FileEntry`."""
+    """See `FileEntry`."""
     digest: str = ""
+    """See `FileEntry`."""
 
 
 @dataclass(frozen=True, slots=True)
