@@ -111,8 +111,8 @@ class App(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_Group, **options)
 
-    def command(self, name: str, **options: Any) -> Callable[[_F], _F]:
-        return super().command(name, cls=_Command, rich_help_panel=_GROUPS[name], **options)
+    def command(self, *names: Any, **options: Any) -> Callable[[_F], _F]:
+        return super().command(*names, cls=_Command, rich_help_panel=_GROUPS[names[0]], **options)
 
 
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
