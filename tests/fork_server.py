@@ -322,6 +322,14 @@ def _make_adapters() -> None:
     named = [getattr(sys.modules[f"batchinf.{module}"], name) for module, names in others.items() for name in names]
     for record in [*lines._RECORDS.values(), *channel._KINDS.values(), *named]:
         storage.adapter(record)
+    for name in lines._FIELDS:
+        lines._event_model(name)
+
+
+def _draw(vocab_size: int = 1536, k: int = 2) -> None:
+    """Draw what the scripted engine draws once in a process: for the sample model, and the logprobs of most jobs."""
+    draws = sys.modules["batchinf.engines.scripted"]._Draws(vocab_size)
+    draws._top[k] = draws._draw_top(k)
 
 
 def main() -> None:
@@ -340,6 +348,7 @@ def main() -> None:
     typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]
     typer.get_command(sys.modules["batchinf.cli"].app)
     _make_adapters()
+    _draw()
     for registered in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         registered.atexit = False
     gc.collect()
