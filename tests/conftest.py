@@ -38,6 +38,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 # If this were set, each process that starts would compile all of batchinf again.
 os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
+jobs.shared_folder()  # of this process and of those that it starts
 jobs.environment = dict(os.environ)
 
 # The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others; `make fuzz`
