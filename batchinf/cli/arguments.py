@@ -43,6 +43,10 @@ def _spec_or_folder(context: typer.Context, path: str) -> str:
     return folder_name(path)
 
 
+Price = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="PRICE", help="Price of one GPU for an hour. Default: price_per_gpu_hour of the spec."),
+]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -19,6 +19,7 @@ from batchinf.cli.arguments import (
     LogFormat,
     Overrides,
     PlanTarget,
+    Price,
     SliceText,
     SpecPath,
     new_spec_file,
@@ -212,7 +213,7 @@ def _plan(
     context: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of one GPU for an hour.")] = None,
+    price: Price = None,
     output_tokens: Annotated[
         float | None,
         typer.Option(min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."),
