@@ -127,6 +127,11 @@ class Workload:
         return f"{'assumed ' if self.is_assumed else ''}prompts of {self.prompt_tokens:,.0f}{outputs} tokens"
 
     @property
+    def num_tokens(self) -> float:
+        """Of all prompts and outputs."""
+        return self.num_requests * (self.prompt_tokens + self.output_tokens)
+
+    @property
     def computed_tokens(self) -> float:
         """Of a prompt, on average."""
         return max(1.0, self.prompt_tokens - self.cached_tokens)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.cost import Cost
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.fleet.parallel import given_degrees, on_device
@@ -57,7 +58,7 @@ class PlanOptions:
     context: int | None = None
     """Tokens of the longest sequence."""
     price: float | None = None
-    """Price of a GPU for an hour."""
+    """Price of a GPU for an hour; None: that of the spec."""
     output_tokens: float | None = None
     """Tokens of a request's output, on average."""
     num_rows: int | None = None
@@ -78,6 +79,8 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
         raise UserError(
             "price: a model alone has no rows, so it has no cost; plan a job spec, add --rows, or leave out --price"
         )
+    if asked.price is None:
+        asked = dataclasses.replace(asked, price=file.spec.price_per_gpu_hour)
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
     model = resolve(file.spec.model)
@@ -96,7 +99,10 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and asked.context is None and takes_auto:
         notes += _long_context_note(base.needs, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
-    plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
+    num_rows = asked.num_rows if job is None else job.num_rows
+    plans = tuple(
+        _on_gpu(gpu, base, file.spec, asked, context=context, work=work, num_rows=num_rows or 0) for gpu in gpus
+    )
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
@@ -308,7 +314,9 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
     )
 
 
-def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload) -> GpuPlan:
+def _on_gpu(
+    gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload, num_rows: int
+) -> GpuPlan:
     """The plan on GPUs of one kind. base: the model without a device. context: tokens of the longest sequence."""
     share = _share(gpu, spec, asked)
     plan = GpuPlan(gpu=gpu, num_gpus=0, share=share, why_not=why_not(gpu, base.needs.dtype))
@@ -335,7 +343,7 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
         return plan
     seconds = _START_S + chosen.prediction.seconds
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600
-    cost = None if asked.price is None else hours * asked.price
+    cost = Cost.of(asked.price, hours * 3600, num_tokens=work.num_tokens, num_rows=num_rows)
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
 
 

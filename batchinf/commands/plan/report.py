@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.cost import Cost
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
 from batchinf.model.memory import GIB, gib
 from batchinf.planning.degrees import (
@@ -139,8 +140,8 @@ class GpuPlan:
     """Time of the job."""
     gpu_hours: float | None = None
     """GPU-hours of the job."""
-    cost: float | None = None
-    """Price of the job."""
+    cost: Cost | None = None
+    """Of the job; None without a price."""
 
     def option_lines(self) -> Iterator[str]:
         """The options, and what the job takes with the best one."""
@@ -153,7 +154,7 @@ class GpuPlan:
             arrow = "→" if option == self.chosen else " "
             yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
         if self.seconds is not None:
-            cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
+            cost = "" if self.cost is None else f", {self.cost.text}"
             yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
 
     def share_lines(self, num_rows: int, num_requests: int) -> Iterator[str]:
@@ -187,7 +188,7 @@ class GpuPlan:
         cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
         if self.seconds is None or self.gpu_hours is None:
             return cells
-        cost = () if self.cost is None else (f"{self.cost:,.2f}",)
+        cost = () if self.cost is None else (f"{self.cost.total:,.2f}",)
         return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
 
 
