@@ -259,7 +259,7 @@ def write_done(out: pathlib.Path, ids: pa.Array) -> None:
         own = ids[shard::2]
         table = pa.table({"id": own, "error_type": pa.nulls(len(own), "string")})
         pq.write_table(table, out / "parts" / part_name(shard), write_page_checksum=True)
-        manifest.part(Part(shard=shard, file=part_name(shard), num_rows=len(own), num_bytes=0, digest=""))
+        manifest.part(Part(shard=shard, num_rows=len(own), num_bytes=0, digest=""))
     manifest.commit()
     manifest.close()
 
