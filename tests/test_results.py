@@ -120,8 +120,8 @@ def test_slices_and_a_job_at_work(tmp_path: pathlib.Path) -> None:
     assert not results.is_done
     assert 0 < len(results) == results.table(["row_index"]).num_rows
     assert results.array("row_index").tolist() == sorted(results.array("row_index"))
-    counts = f"{len(results)} rows, 0 errors"
-    assert repr(results) == f"<Results of {tmp_path}/out: {counts}, not done; columns {', '.join(results.schema.names)}>"
+    columns = ", ".join(results.schema.names)
+    assert repr(results) == f"<Results of {tmp_path}/out: {len(results)} rows, 0 errors, not done; columns {columns}>"
 
 
 def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
