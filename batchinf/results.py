@@ -257,7 +257,7 @@ class Results:
         if job is not None:
             return (
                 f"each output row of the job in {job} is an input row of this job. If the samples are in {job}, merge "
-                "the values into its table and call this method of its results: docs/how-to/chain-jobs.md"
+                "the values into its table and call this method of its results: docs/how-to/votes.md"
             )
         if "sample_index" in self.schema.names:
             return "sampling.n says how many a row has"
