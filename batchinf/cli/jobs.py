@@ -242,6 +242,7 @@ def _plan(
         price=price,
         output_tokens=output_tokens,
         rows=rows,
+        say=(lambda _: None) if as_json else None,
     )
     print_report(report, report.lines(), as_json)
 
