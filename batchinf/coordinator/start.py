@@ -29,6 +29,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, Replicas, work_of
 from batchinf.fleet.parallel import with_degrees
+from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.choose import Say
@@ -52,7 +53,7 @@ from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Int64Array, Prompt
+from batchinf.records import Int64Array, Prompt, StartedReplica
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import shard_at, total_rows
@@ -76,6 +77,7 @@ class Epoch:
     """They know their work. None runs if all shards are committed."""
     identity: IdentityGate
     """Lets replicas store results."""
+    times: EngineTimes
     display: ProgressDisplay
     retry: Predicate | None
     """Chooses the rows of a retry to begin."""
@@ -111,7 +113,7 @@ def start(
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
-    backend.end_leftovers(before.running_replicas, before.job_id)
+    backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
         replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
@@ -157,6 +159,7 @@ def start(
             manifest=manifest,
             replicas=replicas,
             identity=identity,
+            times=EngineTimes(),
             display=display,
             retry=retry,
             overrides=prepared.overrides,

@@ -29,7 +29,7 @@ from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
-from batchinf.records import Lease, Part
+from batchinf.records import Lease, Part, StartedReplica
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.replica.worker import RECORD_BYTES
 from batchinf.spec.job import JobSpec
@@ -214,7 +214,7 @@ def test_a_crash_costs_at_most_an_interval_of_finished_requests(tmp_path: pathli
     started = [event["incarnation"] for event in jobs.events_of(out, "replica_started")]
     assert sorted(ended) == sorted(started)
     assert all(ended[incarnation] > 0.5 for incarnation in started[:2])  # the resume may take less
-    assert jobs.state_of(out).running_replicas == ()
+    assert jobs.state_of(out).of(StartedReplica) == []
 
 
 @pytest.mark.slow
