@@ -85,12 +85,18 @@ class Warm:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
 
-    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
-        """Run `batchinf` with these arguments. folder: the steps in it count; what the command prints goes there."""
+    def run(
+        self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None, killer: int | None = None
+    ) -> Ended:
+        """Run `batchinf` with these arguments. folder: the steps in it count; what the command prints goes there.
+
+        killer: the row whose prompt ends any engine.
+        """
         request = {
             "folder": str(folder),
             "arguments": [*arguments],
             "strike": None if strike is None else asdict(strike),
+            "killer": killer,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -373,9 +379,10 @@ class Disk:
 # -- a child -----------------------------------------------------------------------------------------------------------
 
 
-def _install(hooks: Hooks) -> None:
-    """Put the hooks into this process."""
+def _install(hooks: Hooks, killer: int | None) -> None:
+    """Put the hooks into this process. killer: see `Warm.run`."""
     from batchinf.base import faults, storage
+    from batchinf.base.errors import EngineDeadError
     from batchinf.manifest import commit_log
 
     notes = {"rename": Disk.renamed, "replace": Disk.renamed, "link": Disk.linked, "unlink": Disk.removed}
@@ -385,7 +392,13 @@ def _install(hooks: Hooks) -> None:
     os.fsync = hooks.fsync  # type: ignore[assignment]
     storage._NamedFile.write = hooks.write(storage._NamedFile.write)  # type: ignore[method-assign]
     commit_log.CommitLog._write = hooks.write(commit_log.CommitLog._write)  # type: ignore[method-assign]
-    faults.point = lambda name, item="": hooks.step(f"{name}.{item}" if name == "engine.output" else name)
+
+    def point(name: str, item: object = "") -> None:
+        hooks.step(f"{name}.{item}" if name == "engine.output" else name)
+        if name == "engine.prompt" and item == killer:
+            raise EngineDeadError("the engine core was killed by a row")
+
+    faults.point = point
     sys.addaudithook(hooks.opening)
     start = threading.Thread.start
 
@@ -475,7 +488,7 @@ def _become(request: dict[str, Any], note: mmap.mmap) -> NoReturn:
     api: Any = sys.modules["batchinf.api"]
     api.choose_backend = lambda spec: backend
     sys.argv = ["batchinf", *request["arguments"]]
-    _install(hooks)
+    _install(hooks, request["killer"])
     code: Any = 0
     try:
         sys.modules["batchinf.cli"].main()  # type: ignore[attr-defined]

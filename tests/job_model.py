@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -68,7 +69,9 @@ SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
         ".jsonl",
         0,
     ),
+    "killer": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
 }
+KILLERS = {"killer": 4}  # of a shape, the row that ends any engine
 # Files of the output without which a job may be refused; the error says which one to put back or to delete.
 NEEDED = ("manifest", "cut.json", "files.json", "source", "selection", "retry", "repairs")
 Row = dict[str, Any]
@@ -149,8 +152,10 @@ class Runner(Protocol):
 
     kinds: Sequence[str]
 
-    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
-        """Run `batchinf`. folder: everything that it writes is below it."""
+    def run(
+        self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None, killer: int | None = None
+    ) -> Ended:
+        """Run `batchinf`. folder: everything that it writes is below it. killer: the row that ends any engine."""
 
     def close(self) -> None: ...
 
@@ -167,8 +172,10 @@ class Fast:
     def __init__(self) -> None:
         self._warm = Warm({**jobs.environment, **jobs.quick_start()})
 
-    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
-        return self._warm.run(folder, arguments, strike)
+    def run(
+        self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None, killer: int | None = None
+    ) -> Ended:
+        return self._warm.run(folder, arguments, strike, killer)
 
     def close(self) -> None:
         self._warm.close()
@@ -180,8 +187,11 @@ class Real:
     kinds = (*["everything"] * 3, *["coordinator"] * 3, *["replica"] * 2, *SIGNALS, "SIGHUP", "SIGTERM to all")
     NUM_STEPS = 600
 
-    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
-        process = jobs.start(*arguments, is_unhurt=strike is None, TMPDIR=str(folder))
+    def run(
+        self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None, killer: int | None = None
+    ) -> Ended:
+        faults = "" if killer is None else f"engine.output.{killer}:*=kill SIGKILL"
+        process = jobs.start(*arguments, faults=faults, is_unhurt=strike is None, TMPDIR=str(folder))
         everyone, step = jobs.family(process.pid), ""
         if strike is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -243,11 +253,21 @@ def unhurt(runner: Runner, shape: str, variant: Variant) -> dict[Key, Row]:
         path.write_bytes(content_of(repaired_rows(all_rows()) if is_repaired else all_rows(), kind))
         spec = spec_of(folder, folder / "jobs" / "out", path, more)
         overrides = [f"{name}={value}" for name, value in RETRY.items()] if is_retried else []
-        ended = runner.run(folder, ["run", str(spec), *(f"--set={override}" for override in overrides)], None)
+        words = [f"--set={override}" for override in overrides]
+        ended = runner.run(folder, ["run", str(spec), *words], None, KILLERS.get(shape))
         if ended.code != 0:
             raise Difference(ended.errors)
         rows = rows_in([folder / "jobs" / "out"])
+        check_deaths(folder / "jobs" / "out", KILLERS.get(shape))
     return {(row["row_index"], row["sample_index"]): row for row in rows}
+
+
+def check_deaths(out: pathlib.Path, killer: int | None) -> None:
+    """A row that kills is found in at most log2(rows in the engine) + 3 deaths, and nothing else dies."""
+    deaths = [line for line in lines_of(out) if line.get("name") == "death"]
+    most = 0 if killer is None else math.floor(math.log2(max(death["num_rows"] for death in deaths))) + 3
+    if len(deaths) > most:
+        raise Difference(f"an unhurt run has {len(deaths)} deaths, and at most {most} are allowed")
 
 
 def spec_of(folder: pathlib.Path, out: pathlib.Path, path: pathlib.Path, more: dict[str, Any]) -> pathlib.Path:
@@ -284,7 +304,11 @@ def rows_in(folders: Iterable[pathlib.Path]) -> list[Row]:
 def part_rows(content: bytes) -> tuple[Row, ...]:
     """The rows of a part without `attempts`. Most parts are read again after each command."""
     table = pq.read_table(pa.BufferReader(content), use_threads=False)
-    return tuple(table.drop_columns(["attempts"]).to_pylist())
+    rows = table.drop_columns(["attempts"]).to_pylist()
+    for row in rows:
+        if row["error_type"] == "engine_death":  # the rest is the cause of the last death, which a strike may be
+            row["error_message"] = row["error_message"].partition(":")[0]
+    return tuple(rows)
 
 
 def lines_of(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -374,13 +398,15 @@ class JobModel(RuleBasedStateMachine):
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def _command(self, *arguments: str, strike: Strike | None = None, may_refuse: bool = False) -> Ended:
+    def _command(
+        self, *arguments: str, strike: Strike | None = None, may_refuse: bool = False, killer: int | None = None
+    ) -> Ended:
         """Run a command, check how it ends, and compare the rows. may_refuse: it may be an error of the user."""
         if strike is not None and strike.kind in ("replica", "engine") and self.num_deaths:
             # Rows that are in the engine at two deaths are suspects, and further deaths would count against them.
             strike = None
         self._say(f"  {' '.join(arguments)} {'' if strike is None else strike}")
-        ended = self.runner.run(self.folder, arguments, strike)
+        ended = self.runner.run(self.folder, arguments, strike, killer)
         self._say(f"    {ended.code} {ended.step} {ended.errors.strip().splitlines()[-1:]}")
         figures = self.figures
         figures.commands[
@@ -436,7 +462,7 @@ class JobModel(RuleBasedStateMachine):
         for number, words in enumerate(self._slices()):
             ended = self._command(
                 "run", str(self.spec), *words, *arguments,
-                strike=strike if number == struck else None, may_refuse=may_refuse,
+                strike=strike if number == struck else None, may_refuse=may_refuse, killer=KILLERS.get(self.shape),
             )  # fmt: skip
             has_failing_disk |= self.has_failing_disk
             if ended.code != 0:
@@ -640,7 +666,7 @@ class JobModel(RuleBasedStateMachine):
                 if not strike.seed % 2:
                     continue  # a whole job in place of slices is another job
                 before = self._digest(self.out / "slice-0")
-            ended = self._command(*words, strike=strike)
+            ended = self._command(*words, strike=strike, killer=KILLERS.get(self.shape))
             moved = [path for path in self._moved() if path not in names]
             if len(moved) > 1:
                 self._fail(f"--fresh made {moved}")
@@ -926,6 +952,7 @@ class JobModel(RuleBasedStateMachine):
             if number in self.variants:
                 self.variants[number] = same
         self.num_deaths, self.is_done = 0, True
+        self.figures.changes["jobs done with a row that kills"] += self.shape in KILLERS
         # A disk that failed while a finished job was tidied up leaves that to the next run; there is always one.
         for folder in [] if self.has_failing_disk else self._folders():
             left = [
@@ -962,8 +989,9 @@ def main() -> None:
     )
     JobModel.base = base
     figures, began, last = JobModel.figures, time.monotonic(), 0.0
+    # The first example of a batch is idle, and the second is a job.
     options = settings(
-        max_examples=6, stateful_step_count=30, deadline=None, database=None, derandomize=False, print_blob=False,
+        max_examples=2, stateful_step_count=30, deadline=None, database=None, derandomize=False, print_blob=False,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
     )  # fmt: skip
     print(f"seed {args.seed}, {args.kills:,} kills, in {base}", flush=True)

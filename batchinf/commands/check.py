@@ -41,7 +41,7 @@ _SETTLE_S = 1.0
 # The problems before the empty line are damage. Those after it are harmless.
 Problem = Literal[
     "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
-    "repair_lost", "part_damaged", "part_unnamed", "foreign_file", "spec_missing",
+    "repair_lost", "part_damaged", "part_unnamed", "extension_unnamed", "foreign_file", "spec_missing",
 
     "part_uploaded", "part_taken_in", "journal_damaged", "spec_restored",
 ]  # fmt: skip
@@ -72,6 +72,10 @@ _WRONG = {
     "part_unnamed": (
         "is a part of this job that the manifest does not name, because it is older than the part",
         "check --repair takes it in",
+    ),
+    "extension_unnamed": (
+        "is a part of this job with rows of an --extend that the manifest does not name, because it is older",
+        "run the job with --extend, and then check --repair takes the part in",
     ),
     "foreign_file": ("is not a part of this job, but readers would read it as one", "move it away"),
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
@@ -412,10 +416,12 @@ class FilesCheck:
             if name in named or not name.endswith(".parquet"):
                 continue
             shard = parse_part_name(name)
-            if shard is None or shard >= total_shards(self.state.extents):
-                yield CheckFinding("foreign_file", f"parts/{name}")
-            else:
+            if shard is not None and shard < total_shards(self.state.extents):
                 yield self.unnamed(shard)
+            elif shard is not None and self.is_newer(shard):
+                yield CheckFinding("extension_unnamed", f"parts/{name}", shard=shard)
+            else:
+                yield CheckFinding("foreign_file", f"parts/{name}")
 
     def unnamed(self, shard: int) -> CheckFinding:
         """The finding for a part that the manifest does not know yet. A repair takes it in, or moves it aside."""

@@ -192,9 +192,10 @@ def _move_unknown(folder: Folder, state: State, lost: set[int]) -> None:
         if shard is None or (shard in state.parts and shard not in lost):
             continue
         if is_newer(folder, shard, state):
+            first = "" if shard < total_shards(state.extents) else "run with --extend for its rows, and then "
             raise OutputError(
                 f"{folder.path('parts')}/{name} is a part of this job that the manifest does not name: the manifest is "
-                f"older, as in a backup; `batchinf check {folder.root} --repair` takes such parts in"
+                f"older, as in a backup; {first}`batchinf check {folder.root} --repair` takes such parts in"
             )
         folder.move_aside(f"parts/{name}")
 

@@ -42,7 +42,7 @@ def test_a_whole_job_is_whole(url: str, environment: dict[str, str], tmp_path: p
     assert killed.returncode == -9
     [half] = _check(url, "--deep", code=0, **environment)["jobs"]
     assert half["activity"] == "stopped" and half["num_parts_checked"] == len(stores.committed(url))
-    assert {finding["problem"] for finding in half["findings"]} <= {"part_unnamed"}
+    assert {finding["problem"] for finding in half["findings"]} <= {"part_uploaded"}
     jobs.finish(spec, **environment)
     for deep in ((), ("--deep",)):
         [whole] = _check(url, *deep, code=0, **environment)["jobs"]
@@ -101,7 +101,7 @@ def test_an_uploaded_part_without_a_commit_is_noted(
     killed = jobs.run("run", stores.spec_of(tmp_path, url), faults="mirror.after_part:1=kill", **environment)
     assert killed.returncode == -9
     [job] = _check(url, code=0, **environment)["jobs"]
-    unnamed = {finding["file"] for finding in job["findings"] if finding["problem"] == "part_unnamed"}
+    unnamed = {finding["file"] for finding in job["findings"] if finding["problem"] == "part_uploaded"}
     assert unnamed == {f"parts/{part}" for part in set(stores.names(url, "parts")) - stores.committed(url)} != set()
 
 

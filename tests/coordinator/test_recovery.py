@@ -146,6 +146,30 @@ def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) ->
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_coordinator_that_stands_still_loses_no_staged_part(is_killed: bool, tmp_path: pathlib.Path) -> None:
+    """Its replicas go on, and none of their parts has a line. It goes on itself, or the next start takes them in."""
+    busy = {"scripted": {"max_num_seqs": 64, "step_s": 0.01}, "output": {"rows_per_shard": 2}}
+    spec, out = jobs.spec_of(tmp_path, **busy, checkpoint_interval_s=600), tmp_path / "out"
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((out / "staging").glob("0*")))
+    coordinator = jobs.family(process.pid)[-1]
+    coordinator.suspend()
+    jobs.wait_until(lambda: len(list((out / "staging").glob("0*"))) >= 20)
+    time.sleep(1.0)
+    staged = {path.stat().st_ino for path in (out / "staging").glob("0*")}
+    if is_killed:
+        strike(process, "everything")
+        process.communicate(timeout=60)
+        jobs.finish(spec)
+    else:
+        coordinator.resume()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert {path.stat().st_ino for path in (out / "parts").iterdir()} >= staged, "none is made again"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
 def test_a_staged_part_that_is_altered_is_made_again(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
     assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
@@ -189,6 +213,30 @@ def test_a_manifest_that_is_older_than_its_parts_stops_a_run(is_retried: bool, t
     assert "part-0" in stopped.stderr and "--repair` takes such parts in" in stopped.stderr
     assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
     assert not check_job(str(out), is_deep=False, repair=False).is_whole
+    assert check_job(str(out), is_deep=False, repair=True).is_whole
+    jobs.finish(spec)
+    assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
+
+
+def test_a_manifest_that_is_older_than_an_extension_costs_no_part(tmp_path: pathlib.Path) -> None:
+    """As that of a backup, or one whose end is torn off. A run, a check and a repair say the way, and it goes on."""
+    rows = tmp_path / "rows.jsonl"
+    lines = jobs.PROMPTS.read_bytes().splitlines(keepends=True)
+    rows.write_bytes(b"".join(lines[:40]))
+    spec, out = jobs.spec_of(tmp_path, input={"path": str(rows)}), tmp_path / "out"
+    # Not finished, as the manifest of a finished job says that the input has grown.
+    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
+    shutil.copytree(out / "manifest", tmp_path / "backup")
+    jobs.finish(spec)
+    rows.write_bytes(b"".join(lines[:60]))
+    jobs.finish(spec, "--extend")
+    before = {path.name: path.read_bytes() for path in (out / "parts").iterdir()}
+    shutil.rmtree(out / "manifest")
+    shutil.copytree(tmp_path / "backup", out / "manifest")
+    [job] = check_job(str(out), is_deep=False, repair=True).jobs
+    assert {finding.problem for finding in job.findings} == {"part_taken_in", "extension_unnamed"}
+    stopped = jobs.run("run", spec, "--extend")
+    assert stopped.returncode == 2 and "--repair` takes such parts in" in stopped.stderr
     assert check_job(str(out), is_deep=False, repair=True).is_whole
     jobs.finish(spec)
     assert {path.name: path.read_bytes() for path in (out / "parts").iterdir()} == before
