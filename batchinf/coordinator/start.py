@@ -40,6 +40,7 @@ from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
+from batchinf.manifest.lines import Recovered
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -303,6 +304,7 @@ def _recover(
 ) -> None:
     """The caller commits the new lines of the manifest."""
     adopted, lost = recover(job, state, manifest, mirror)
+    manifest.record(Recovered(state.header.job_id))
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
     for shard in lost[:_LOST_TO_NAME]:
         say(f"warning: part {shard} is gone or altered; its rows run again, and an altered file is kept in damaged/")

@@ -41,6 +41,13 @@ class Beginning:
     job_id: JsonText
 
 
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A start that has recovered what earlier ones left. It names the job: a log of another one is damage."""
+
+    job_id: JsonText
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What the job is. Identity, layout and spec are JSON values."""
@@ -213,6 +220,7 @@ class Done:
 _RECORDS: dict[str, type[Any]] = {
     "beginning": Beginning,
     "header": Header,
+    "recovered": Recovered,
     "chosen": Chosen,
     "retry": Retry,
     "files": ModelFiles,

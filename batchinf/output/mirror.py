@@ -48,7 +48,7 @@ from batchinf.manifest.names import (
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output.bundles import Piece, bundled, unbundled, whole_segments
 from batchinf.output.journal import num_results, place_of
-from batchinf.output.restore import fetch_selection
+from batchinf.output.restore import fetch_selection, restore_events
 from batchinf.output.ticks import next_upload_at
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
@@ -182,8 +182,7 @@ class Mirror:
         _finish(partial(self._stage, shard) for shard in shards if shard is not None and shard not in committed)
         self._dropped = {shard: part.retry for shard, part in committed.items()}
         self._restore_journal(bundles.result())
-        if (there := events.result()) is not None:
-            self._restore_events(there.data)
+        restore_events(self._folder, events.result())
         return self.chain.last_epoch
 
     def _stage(self, shard: int) -> tuple[str, str, str] | None:
@@ -285,12 +284,6 @@ class Mirror:
             self._sent.add(name)
             if self._is_needed(name) and not self._folder.exists(f"journal/{name}"):
                 self._folder.write_atomic(f"journal/{name}", data, durable=False)
-
-    def _restore_events(self, data: bytes) -> None:
-        """data: of the bucket. The folder's events count only if they go on from these."""
-        is_here = self._folder.exists(EVENTS_FILE)
-        if not (is_here and self._folder.read(EVENTS_FILE).startswith(data)):
-            self._folder.write_atomic(EVENTS_FILE, data, durable=False)
 
     def _note_bundle(self, name: str, pieces: Iterable[Piece]) -> None:
         self._bundles[name] = {place for piece in pieces if (place := place_of(piece.segment)) is not None}

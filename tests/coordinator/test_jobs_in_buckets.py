@@ -92,8 +92,11 @@ def test_killed_and_gone_on_with_on_an_empty_machine(
 def test_the_events_of_all_starts_are_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url, **SLOW)
     work = tmp_path / "work"
-    stopped = jobs.run("run", spec, faults="coordinator.before_drop:2=kill SIGINT", **store.environment)
-    assert stopped.returncode != 0
+    process = jobs.start("run", spec, **store.environment)
+    jobs.wait_until(lambda: len(stores.names(url, "parts")) >= 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
     first = stores.read(url, EVENTS_FILE)
     assert first == (work / EVENTS_FILE).read_bytes()
     # Another machine, whose work folder has the events of another job.

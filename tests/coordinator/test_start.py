@@ -340,7 +340,7 @@ def test_ctrl_c(prompts: pathlib.Path, plain_rows: list[dict[str, Any]], tmp_pat
     code, errors = held.go_on()
     assert code == 75, errors
     assert jobs.are_gone(held.everyone)
-    assert [line["name"] for line in log_of(held.out)[-2:]] == ["replica_ended"] * 2
+    assert [line["kind"] for line in log_of(held.out)[-2:]] == ["ended"] * 2
     jobs.finish(held.spec)
     assert jobs.rows_of(held.out) == plain_rows
     check_accounts(held.out)
@@ -379,7 +379,7 @@ def test_a_disk_that_is_full_at_the_header(
     code, _, errors = jobs.end(process)
     assert (code, "no space left" in error_line(errors)) == (2, True)
     assert read_state(Folder(out)) is None
-    assert [line["name"] for line in log_of(out)[-2:]] == ["replica_ended"] * 2
+    assert [line["kind"] for line in log_of(out)[-2:]] == ["ended"] * 2
     jobs.finish(spec)
     assert jobs.rows_of(out) == plain_rows
 

@@ -29,6 +29,7 @@ from batchinf.manifest.lines import (
     Lowered,
     ModelFiles,
     Platform,
+    Recovered,
     Retry,
     Suspects,
     part_line,
@@ -380,7 +381,8 @@ def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any
 AT = "2026-01-01T00:00:00+00:00"
 # By kind: a line with every field that is read again.
 RECORDS = (
-    replace(HEADER, input_job=INPUT_JOB), retry_of(), ModelFiles({"model.safetensors": "00"}), Beginning("a"),
+    replace(HEADER, input_job=INPUT_JOB), retry_of(), ModelFiles({"model.safetensors": "00"}),
+    Beginning("a"), Recovered("a"),
     Chosen(1, 2), started("000001.0001"), EndedReplica("000001.0001", 1.0), PLATFORM, replace(CASE, replica=0),
     Condemned(1, ""), Lowered({}, {}), Lost([1]), Done(Speed(2.0, 1.0, 5.0, 5.0)),
 )  # fmt: skip
@@ -437,7 +439,7 @@ def test_a_beginning_is_no_job(folder: Folder) -> None:
         assert state.of(StartedReplica) == before.of(StartedReplica)
 
 
-@pytest.mark.parametrize("record", [PLATFORM, Lost([]), started("000002.0002")])
+@pytest.mark.parametrize("record", [PLATFORM, Recovered(HEADER.job_id), started("000002.0002")])
 def test_a_log_of_a_job_that_had_begun_is_no_beginning(folder: Folder, record: Any) -> None:
     manifest = open_(folder, 2) if isinstance(record, StartedReplica) else beginning(folder, 2)
     manifest.record(record)
