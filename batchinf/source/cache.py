@@ -10,7 +10,7 @@ import fcntl
 import glob
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -19,7 +19,7 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder, create, decode_record, encode_record, naming
-from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp
+from batchinf.source.files import BLOCK_BYTES, InputFile, Stamp
 
 CACHE_VERSION = 2
 FURTHER_COLUMNS = "columns"  # an artifact: see `FileEntry`
@@ -38,8 +38,6 @@ class FileFindings:
     """Of this file alone; a JSON column has `JSON_MARK`."""
     num_bytes: int = 0
     """Of the decompressed content, if the format lets rows be appended."""
-    ranges: tuple[ReadRange, ...] = ()
-    """That were read, each with its digest, if `hash` does not cover them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class FileEntry:
     inode: int
     hash: str
     """Covers the decompressed content. For Parquet it covers the file's size and the footer, which has sizes,
-    statistics and offsets of every column chunk; `ReadDigests` has the digests of the chunks that were read."""
+    statistics and offsets of every column chunk."""
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
@@ -78,7 +76,10 @@ class FileEntry:
     content: int
     """The number under which `ReadDigests` knows the content."""
     etag: str = ""
-    """Of an object in a store, if `hash` does not cover its content."""
+    """Of an object in a store of which the cache has only ranges."""
+    digest: str = ""
+    """Of all bytes of a Parquet file whose rows are read from a copy. Without it and without an ETag, `ReadDigests` has
+    the digests of the column chunks that were read."""
 
     @property
     def stamp(self) -> Stamp:
@@ -197,7 +198,6 @@ class Scratch:
         self._cache = cache
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode(errors="surrogateescape"))
         self._files: dict[str, IO[bytes]] = {}
-        self.fetched: tuple[ReadRange, ...] = ()  # the whole of a remote file
         self.etag = ""  # of an object of which only the end was fetched
 
     def __enter__(self) -> "Scratch":
@@ -221,13 +221,10 @@ class Scratch:
     def fetch(self, file: InputFile) -> InputFile:
         """Copy a remote file; the copy has the role `content`."""
         copy = self.create("content")
-        digest = xxhash.xxh3_64()
         with file.open() as stream:
             while block := stream.read(BLOCK_BYTES):
-                digest.update(block)
                 copy.write(block)
         copy.flush()
-        self.fetched = ((0, copy.tell(), digest.intdigest()),)
         return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
 
     def fetch_end(self, file: InputFile, end: bytes, etag: str) -> InputFile:
@@ -248,17 +245,18 @@ class Scratch:
         self._files.pop(role).close()
         self._cache.delete(self._temporary(role))
 
-    def publish(self, content_hash: str, ranges: Sequence[ReadRange] = ()) -> dict[str, Artifact]:
+    @property
+    def is_spooled(self) -> bool:
+        """Whether the rows have been copied to a spool."""
+        return "rows" in self._files and self._files["rows"].tell() > 0
+
+    def publish(self, content_hash: str) -> dict[str, Artifact]:
         """Make the non-empty files durable. Their names have a hash of the input's content, so they never change.
 
         The copy of a remote file is not kept beside its spool.
-
-        ranges: that were read, if `content_hash` does not cover them.
         """
-        if ranges:
-            content_hash = xxhash.xxh3_128_hexdigest(json.dumps([content_hash, sorted(ranges)]).encode())
         artifacts = {}
-        is_spooled = "rows" in self._files and self._files["rows"].tell() > 0
+        is_spooled = self.is_spooled
         for role, stream in self._files.items():
             if not stream.tell() or (role == "content" and is_spooled):
                 continue

@@ -1,8 +1,8 @@
 """Digests that tell a job whether the bytes that it reads are still those that it has taken in.
 
 A file is trusted while its size, mtime and inode are unchanged. If they are not, its content is compared: lines with
-the digests of their blocks, which the scan keeps; Parquet with the digests of the column chunks that the job has read,
-which `ReadDigests` keeps; other files as a whole.
+the digests of their blocks, which the scan keeps; Parquet that is read where it lies with the digests of the column
+chunks that the job has read, which `ReadDigests` keeps; other files as a whole.
 """
 
 import io
@@ -101,14 +101,15 @@ class ReadDigests:
         self._lock = threading.Lock()
         self._known = defaultdict[int, dict[tuple[int, int], int]](dict)
         self._fresh: list[tuple[int, ...]] = []
-        self._watches: dict[int, Watch] = {}
         self._num_seen = defaultdict[str, int](int)  # bytes of each file in the folder
-        self._files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]] = ()
-        self._compared = dict[str, Stamp]()
+        self.watches: dict[int, Watch] = {}
+        """Of the files of this host, by content."""
 
-    def cover(self, files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]]) -> None:
-        """Set the files of the source, each with its trusted stamp and whether it has its content now."""
-        self._files = files
+    def watch(self, content: int) -> Watch:
+        """The watch of a file that is about to be read. What other processes have read of it counts from now on."""
+        with self._lock:
+            self._load()
+        return self.watches[content]
 
     def compare_all(self) -> None:
         """Compare each file of the source whose stamp has changed. Raises DriftError for one that has changed.
@@ -116,19 +117,8 @@ class ReadDigests:
         A file that no process has read yet has no digests to compare, but it may now have the rows of a file that was
         read.
         """
-        for file, trusted, is_same in self._files:
-            now = stamp(file.path) if os.path.exists(file.path) else None
-            if now in (trusted, self._compared.get(file.path)):
-                continue
-            if now is None or not is_same():
-                raise changed(file.name)
-            self._compared[file.path] = now
-
-    def watch(self, content: int, watch: Watch) -> None:
-        """Let `keep` check this file, too, before ranges of it count as read."""
-        with self._lock:
-            self._watches[content] = watch
-            self._load()
+        for watch in self.watches.values():
+            watch.check()
 
     def note(self, content: int, ranges: Iterable[ReadRange]) -> bool:
         """Add ranges that were read. False if one of them had other bytes before."""
@@ -186,8 +176,8 @@ class ReadDigests:
                 if not num_bytes:
                     sync_folder(path.parent)
                 # Only now: a process that opens a changed file after this check finds these digests.
-                for content in {record[0] for record in fresh} & self._watches.keys():
-                    self._watches[content].check()
+                for content in {record[0] for record in fresh} & self.watches.keys():
+                    self.watches[content].check()
             except BaseException:
                 os.ftruncate(file.fileno(), num_bytes)
                 raise
@@ -240,29 +230,22 @@ def _digest(file: IO[bytes], offset: int, num_bytes: int) -> int:
 class DigestedFile(io.FileIO):
     """A file for pyarrow that digests what is read of it."""
 
-    def __init__(self, path: str, *, joins: bool = False) -> None:
-        """joins: ranges that follow each other count as one, as if a column chunk is read in pieces."""
+    def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._joins = joins
-        self._ranges: dict[int, tuple[int, xxhash.xxh3_64]] = {}  # by the end: first byte and digest
+        self._ranges: list[ReadRange] = []
 
     def read(self, num_bytes: int | None = -1) -> bytes:
         start = self.tell()
         data = self._bytes(num_bytes)
-        end = start + len(data)
-        digest = xxhash.xxh3_64()
-        if self._joins and start in self._ranges:
-            start, digest = self._ranges.pop(start)
-        digest.update(data)
-        if end > start:
-            self._ranges[end] = start, digest
+        if data:
+            self._ranges.append((start, len(data), xxhash.xxh3_64_intdigest(data)))
         return data
 
     def _bytes(self, num_bytes: int | None) -> bytes:
         return super().read(num_bytes) or b""
 
-    def taken(self) -> tuple[ReadRange, ...]:
+    def taken(self) -> list[ReadRange]:
         """The ranges that were read since the last call."""
         ranges = self._ranges
-        self._ranges = {}
-        return tuple((start, end - start, digest.intdigest()) for end, (start, digest) in ranges.items())
+        self._ranges = []
+        return ranges

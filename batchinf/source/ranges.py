@@ -102,9 +102,8 @@ class RangedFile(InputFile):
 class RangeReader(DigestedFile):
     """The bytes of a ranged file, for pyarrow and for digests."""
 
-    def __init__(self, file: RangedFile, *, joins: bool = False) -> None:
-        """joins: see `DigestedFile`."""
-        super().__init__(file.path, joins=joins)
+    def __init__(self, file: RangedFile) -> None:
+        super().__init__(file.path)
         self._ranged = file
         self._size = os.fstat(self.fileno()).st_size
         self._spans = sorted(chunk_spans(pq.read_metadata(absolute(file.path))))

@@ -155,12 +155,6 @@ class RepairedSource(Source):
         rows, _ = self._repairs[-1].find(start, stop)
         return frozenset(rows.tolist())
 
-    def keep_digests(self) -> None:
-        """See `Source`."""
-        for repair in self._repairs:
-            repair.source.keep_digests()
-        super().keep_digests()
-
     def close(self) -> None:
         """See `Source`."""
         for repair in self._repairs:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from batchinf.base.errors import DriftError, InputError, NoRowsError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
-from batchinf.source.digests import ReadDigests
+from batchinf.source.digests import ReadDigests, Watch
 from batchinf.source.files import FIRST_RULES, InputFile, InputLocation, refuse_pointers
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
@@ -122,8 +122,6 @@ def _of_files(
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
         if new == "take" and input.rules != FIRST_RULES:
             _refuse_lost_folders(scanned.values())
-    if input.is_shuffled and new != "ignore":
-        scanned = {number: (file, scanner.spooled(file, entry)) for number, (file, entry) in scanned.items()}
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
@@ -263,12 +261,13 @@ def _refuse_headless(format: FileFormat, scanned: Mapping[int, ScannedFile], ver
     format.refuse_headless(new, scanned[first][0].name, own[first])
 
 
-def _cover(scanner: Scanner, scanned: Mapping[int, ScannedFile]) -> None:
-    """Let the digests cover the files that are read themselves, and not a copy of them."""
+def _watch_all(scanner: Scanner, scanned: Mapping[int, ScannedFile]) -> None:
+    """Watch the files of this host, also those whose rows come from a copy."""
     digests = scanner.digests
-    local = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
-    is_same = scanner.format.is_same
-    digests.cover([(file, e.stamp, functools.partial(is_same, file, e, digests)) for file, e in local])
+    for file, entry in scanned.values():
+        if not is_url(file.path):
+            is_same = functools.partial(scanner.format.is_same, file, entry, digests)
+            digests.watches[entry.content] = Watch(file.name, [file.path], [entry.stamp], is_same)
 
 
 def _assembled(
@@ -280,7 +279,7 @@ def _assembled(
         refuse_named_twins(entry.arrow_schema(), named, file.name)
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
-    _cover(scanner, scanned)
+    _watch_all(scanner, scanned)
     openers: list[Callable[[], Reader]] = []
     runs = []
     ranged: dict[int, RangedFile] = {}
@@ -350,7 +349,7 @@ def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Ma
     firsts: dict[tuple[object, ...], str] = {}
     repeated = []
     for file, entry in scanned:
-        first = firsts.setdefault((entry.hash, *folder_values(file.name).items()), file.name)
+        first = firsts.setdefault((entry.hash, entry.digest, *folder_values(file.name).items()), file.name)
         if first != file.name and entry.num_rows:
             repeated.append(f"{file.name} (as {first})")
     same = "the same content" if format.hashes_all else "probably the same content, with the same size and footer"

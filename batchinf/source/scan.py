@@ -12,8 +12,8 @@ from batchinf.base.places import LARGE_BYTES
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
-from batchinf.source.digests import ReadDigests, Watch, changed
-from batchinf.source.files import InputFile, open_bytes, refuse_pointers
+from batchinf.source.digests import ReadDigests
+from batchinf.source.files import InputFile, content_hash, open_bytes, refuse_pointers
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.ranges import RangedFile, footer_of
 from batchinf.source.remote import UNKNOWN
@@ -61,15 +61,11 @@ class Scanner:
                 unsaved_bytes += max(0, entry.size)
             entries[file.name] = entry
             if unsaved_bytes > SAVE_BYTES:
-                self._save({**known, **entries})
+                save_entries(self.cache, {**known, **entries})
                 unsaved_bytes = 0
         # Other entries stay: `files` may be only some of the job's files.
-        self._save({**known, **entries})
+        save_entries(self.cache, {**known, **entries})
         return list(entries.values())
-
-    def _save(self, entries: dict[str, FileEntry]) -> None:
-        self.digests.keep()
-        save_entries(self.cache, entries)
 
     def _trusted(self, file: InputFile, entry: FileEntry | None) -> FileEntry | None:
         """The entry if the file's stamp is unchanged."""
@@ -83,7 +79,7 @@ class Scanner:
         """The entry with the file's stamp, if its content is unchanged."""
         if entry is None or entry.format != self.format.key or not is_whole(entry, self.cache):
             return None
-        if not self.format.hashes_all and not self.digests.has(entry.content):
+        if not (self.format.hashes_all or entry.digest or self.digests.has(entry.content)):
             return None  # nothing of it was read, so it may be any file
         size, mtime_ns, inode = stamp = file.settled_stamp()
         if size != entry.size or not self.format.is_same(file, entry, self.digests) or file.settled_stamp() != stamp:
@@ -98,7 +94,10 @@ class Scanner:
         size, mtime_ns, inode = stamp = file.stamp()
         with Scratch(self.cache, file, self.format.key) as scratch:
             try:
-                findings = self.format.scan(self._local(file, scratch), scratch)
+                local = self._local(file, scratch)
+                findings = self.format.scan(local, scratch)
+                is_copied = (local is not file and not scratch.etag) or scratch.is_spooled
+                digest = content_hash(local) if is_copied and not self.format.hashes_all else ""
             except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
                 if getattr(error, "errno", None) is not None:  # the system: a full disk or the like
                     raise
@@ -106,12 +105,9 @@ class Scanner:
             refuse_twins(findings.schema.names, file.name)
             if file.settled_stamp() != before:
                 raise InputError(f"{file.name} changed while it was read; start again once it is complete")
-            ranges = (*findings.ranges, *scratch.fetched)
-            artifacts = scratch.publish(findings.hash, ranges)
+            artifacts = scratch.publish(digest or findings.hash)
         # The same for each process that scans the same content, and another one for content that replaces it.
         content = xxhash.xxh3_64_intdigest(json.dumps([file.name, stamp, findings.hash]).encode()) >> 1
-        if not self.digests.note(content, ranges):
-            raise changed(file.name)
         return FileEntry(
             path=file.path,
             format=self.format.key,
@@ -124,35 +120,9 @@ class Scanner:
             artifacts=artifacts,
             num_bytes=findings.num_bytes,
             content=content,
-            etag="" if self.format.hashes_all else scratch.etag or file.object_etag,
+            etag=scratch.etag,
+            digest=digest,
         )
-
-    def spooled(self, file: InputFile, entry: FileEntry) -> FileEntry:
-        """The entry of a file whose rows are read in any order. Adds a copy if rows are slow to read one by one."""
-        if not self.format.is_slow_by_row(entry) or not entry.num_rows:
-            return entry
-        with locked(self.cache):
-            known = load_entries(self.cache)
-            other = known.get(file.name)  # another process may have made the copy
-            if other is not None and other.hash == entry.hash and not self.format.is_slow_by_row(other):
-                return other
-            with Scratch(self.cache, file, self.format.key) as scratch:
-                local = self.local_copy(file, entry)
-                trusted = entry.stamp if local == file else local.stamp()
-                is_same = lambda: self.format.is_same(local, entry, self.digests)  # noqa: E731
-                try:
-                    ranges = Watch(file.name, [local.path], [trusted], is_same).read(
-                        lambda: self.format.spool(local, scratch)
-                    )
-                except (ValueError, LookupError, TypeError, pa.ArrowException) as error:
-                    raise self._damaged(file, error) from error
-                if not self.digests.note(entry.content, ranges):
-                    raise changed(file.name)
-                self.digests.keep()
-                artifacts = scratch.publish(entry.hash, ranges)
-            entry = replace(entry, artifacts={**entry.artifacts, **artifacts})
-            save_entries(self.cache, {**known, file.name: entry})
-        return entry
 
     def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
         """The cache's copy of a remote file if the scan kept one, else the file."""

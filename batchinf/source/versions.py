@@ -52,7 +52,9 @@ class FileRange:
     stop_row: int
     """The number of rows of the whole content."""
     etag: str = ""
-    """Of an object in a store, if `hash` does not cover its content."""
+    """See `FileEntry`."""
+    digest: str = ""
+    """See `FileEntry`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,9 @@ class FileComparison:
             for name in sorted(alike, key=lambda name: name != old.name):
                 file, entry = self.free[name]
                 is_same = entry.content == old.content
-                if digests.has(old.content):
+                if old.digest and entry.digest:
+                    is_same = entry.digest == old.digest
+                elif digests.has(old.content):
                     is_same = is_same or digests.is_same(old.content, self.scanner.local_copy(file, entry))
                 elif not by_name and not is_same:
                     # Nothing was read of it here. Another machine may have read an object, whose ETag then counts.
@@ -374,6 +378,7 @@ def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> Fi
         first_row=first_row,
         stop_row=entry.num_rows,
         etag=entry.etag,
+        digest=entry.digest,
     )
 
 

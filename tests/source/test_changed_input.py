@@ -87,12 +87,13 @@ KINDS: dict[str, Callable[[Sequence[Row]], bytes]] = {
     ".csv.gz": zipped(as_csv),
     ".parquet": parquet,
     ".large.parquet": large_groups,
+    ".shuffled.parquet": parquet,
     ".arrow": arrow,
     ".stream.arrow": lambda rows: arrow(rows, stream=True),
 }
 GROWING = {".jsonl", ".jsonl.gz", ".txt", ".csv", ".csv.gz"}  # appended rows are no change
 # Read from the cache after the scan.
-COPIED = {".jsonl.gz", ".json", ".csv", ".csv.gz", ".large.parquet", ".stream.arrow"}
+COPIED = {".jsonl.gz", ".json", ".csv", ".csv.gz", ".large.parquet", ".shuffled.parquet", ".stream.arrow"}
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -219,11 +220,16 @@ def no_probe(*_: object, **__: object) -> object:
 
 def opened(folder: pathlib.Path, taken: Sequence[str] = ()) -> Source:
     """The input as a coordinator or a replica opens it."""
-    return open_source(InputLocation(str(folder / "in")), folder / "cache", taken, "ignore" if taken else "refuse")
+    return open_source(location(folder), folder / "cache", taken, "ignore" if taken else "refuse")
 
 
 def resumed(folder: pathlib.Path, taken: Sequence[str]) -> Source:
-    return open_source(InputLocation(str(folder / "in")), folder / "cache", taken, "leave")
+    return open_source(location(folder), folder / "cache", taken, "leave")
+
+
+def location(folder: pathlib.Path) -> InputLocation:
+    is_shuffled = any(".shuffled." in name for name in os.listdir(folder / "in"))
+    return InputLocation(str(folder / "in"), is_shuffled=is_shuffled)
 
 
 def values(kind: str, name: str) -> list[Row]:
@@ -404,6 +410,40 @@ def test_a_file_that_its_writer_shuffles_is_noticed(
     source.close()
 
 
+@pytest.mark.parametrize("kind", [".large.parquet", ".shuffled.parquet"])
+@pytest.mark.parametrize("is_other_machine", [False, True])
+def test_all_bytes_of_a_copied_file_count(kind: str, is_other_machine: bool, tmp_path: pathlib.Path) -> None:
+    """Its rows come from a copy, so the scan has read it whole. Another machine has only the record of the version."""
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / f"a{kind}"
+    path.write_bytes(KINDS[kind](rows_of("a", "old")))
+    source = opened(tmp_path)
+    expected = read(source, 0, NUM_ROWS)
+    source.close()
+
+    def forget() -> None:
+        if is_other_machine:
+            shutil.move(tmp_path / "cache" / "versions", tmp_path / "versions")
+            shutil.rmtree(tmp_path / "cache")
+            shutil.copytree(tmp_path / "versions", tmp_path / "cache" / "versions")
+            shutil.rmtree(tmp_path / "versions")
+
+    forget()
+    data = KINDS[kind](rows_of("a", "new"))
+    assert data[-300:] == path.read_bytes()[-300:], "the footers are not equal"
+    in_place(path, data)
+    with pytest.raises(DriftError, match=path.name):
+        resumed(tmp_path, source.fingerprints)
+    forget()
+    copied(path, kind, keeps_size=True)
+    with pytest.raises(DriftError, match=path.name):
+        resumed(tmp_path, source.fingerprints)
+    by_rename(path, KINDS[kind](rows_of("a", "old")))
+    again = resumed(tmp_path, source.fingerprints)
+    assert read(again, 0, NUM_ROWS) == expected
+    again.close()
+
+
 def test_columns_that_were_never_read_may_change(tmp_path: pathlib.Path) -> None:
     """Only bytes that the job has taken in count; the rest may be of gigabytes."""
     (tmp_path / "in").mkdir()
@@ -441,6 +481,22 @@ def test_two_that_read_different_versions_do_not_both_go_on(tmp_path: pathlib.Pa
     assert [row.values[ID] for row in again.read(0, NUM_ROWS)] == [row[ID] for row in rows_of("a", "new")]
     first.close()
     again.close()
+
+
+def test_a_change_that_keeps_the_stamp_is_noticed_where_a_chunk_is_read_again(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.parquet"
+    path.write_bytes(parquet(rows_of("a", "old")))
+    first = opened(tmp_path)
+    read(first, 0, 10)
+    before = path.stat()
+    in_place(path, parquet(rows_of("a", "new")))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = opened(tmp_path, first.fingerprints)
+    with pytest.raises(DriftError, match=r"a\.parquet"):
+        second.read(0, 10)
+    first.close()
+    second.close()
 
 
 def test_a_torn_record_counts_as_absent(tmp_path: pathlib.Path) -> None:

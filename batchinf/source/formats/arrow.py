@@ -162,7 +162,7 @@ class ArrowReader(ColumnarReader):
         self._firsts = map_int64(cache, entry.artifacts["batches"])
         self._watch: Watch | None = None
         if rows is None and file.path == entry.path:
-            self._watch = Watch(file.name, [file.path], [entry.stamp], lambda: content_hash(file) == entry.hash)
+            self._watch = source_file.digests.watch(entry.content)
             self._watch.check()
         with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)

@@ -16,7 +16,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.digests import ReadDigests
-from batchinf.source.files import InputFile, InputLocation, ReadRange, content_hash
+from batchinf.source.files import InputFile, InputLocation, content_hash
 from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each, is_text
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
@@ -151,7 +151,7 @@ class FileFormat(InputFormat, abc.ABC):
     is_scanned_in_order: ClassVar[bool] = True
     # Whether rows are read from ranges of a file that its end names, so that most of a remote file may be left out.
     is_read_by_ranges: ClassVar[bool] = False
-    # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
+    # Whether `FileFindings.hash` covers each byte; see `FileEntry`.
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
     is_often_beside_data: ClassVar[bool] = False
@@ -194,7 +194,7 @@ class FileFormat(InputFormat, abc.ABC):
 
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
         """Whether a file has the content of an entry. False for a remote file if that costs as much as the scan."""
-        return content_hash(file) == entry.hash
+        return content_hash(file) == (entry.digest or entry.hash)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
@@ -216,10 +216,6 @@ class FileFormat(InputFormat, abc.ABC):
         """
         return None
 
-    def is_slow_by_row(self, entry: FileEntry) -> bool:
-        """Whether reading one row reads many others. Such a file is copied by `spool` if rows are read out of order."""
-        return False
-
     def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
         """Write `num_runs` short runs of rows, from places all over the file, to a small file of this format.
 
@@ -227,10 +223,6 @@ class FileFormat(InputFormat, abc.ABC):
         the format has no quick way to do that.
         """
         return None
-
-    def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
-        """Write a copy with quick access to each row. Returns the ranges that were read and `hash` does not cover."""
-        raise NotImplementedError(f"{self.name}: is_slow_by_row says that files are spooled")
 
 
 def _shown(value: pa.Scalar) -> str:

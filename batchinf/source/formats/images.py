@@ -8,7 +8,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import ReadDigests, Watch
+from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import Lost, MixedTypes, is_utf8
@@ -59,7 +59,7 @@ class _OneRow:
         file = source_file.file
         entry = source_file.entry
         self._values: dict[str, Any] = {PATH: file.name, FOLDER: file.name.rpartition("/")[0], NUM_BYTES: entry.size}
-        self._watch = Watch(file.name, [file.path], [entry.stamp], lambda: _hash(file) == entry.hash)
+        self._watch = source_file.digests.watch(entry.content)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""

@@ -49,44 +49,58 @@ class Parquet(FileFormat):
     is_read_by_ranges = True
     hashes_all = False
 
-    def __init__(self, rules: int | None = None) -> None:
-        """rules: see `InputLocation`."""
-        self._wraps_int96 = rules == FIRST_RULES
+    def __init__(self, rules: int | None = None, *, is_shuffled: bool = False) -> None:
+        """See `InputLocation`. In a shuffled input, each row would cost its row group, so all files are spooled."""
+        self._int96 = {} if rules == FIRST_RULES else _INT96_TO_MICROSECONDS
+        self._is_shuffled = is_shuffled
 
     @property
     def key(self) -> str:
-        return self.name if self._wraps_int96 else _WHOLE_INT96
+        key = _WHOLE_INT96 if self._int96 else self.name
+        return f"{key}, shuffled" if self._is_shuffled else key
 
     def for_input(self, input: InputLocation) -> FileFormat:
         super().for_input(input)
-        return Parquet(input.rules)
+        return Parquet(input.rules, is_shuffled=input.is_shuffled)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
         metadata = pq.read_metadata(absolute(file.path))
-        schema = _schema_of(file, metadata, self.key)
+        schema = _schema_of(file, metadata, self._int96)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
         _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
-        ranges = () if _has_small_groups(metadata) else self.spool(file, scratch)
-        return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
+        if not self._is_quick_by_row(metadata):
+            row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
+            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+            num_rows = spool(_batches(file, metadata, batch_rows, self._int96), schema, scratch)
+            check_num_rows(file.name, metadata.num_rows, [num_rows])
+        return FileFindings(_footer_hash(file), metadata.num_rows, schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return ArrowReader(source_file) if _is_spooled(source_file.entry) else _ParquetReader(source_file)
+        is_spooled = "rows" in source_file.entry.artifacts
+        return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file, self._int96)
 
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        """See `FileFormat`. Reads the footer, and again what was read before.
+        """See `FileFormat`. Of a file that is read where it lies, reads the footer, and again what was read before.
 
         Of a remote file, the footer costs as many requests as the whole file.
         """
-        is_known = not file.is_remote and _footer_hash(file) == entry.hash
-        return is_known and digests.is_same(entry.content, file)
+        if file.is_remote or entry.digest:
+            return not file.is_remote and super().is_same(file, entry, digests)
+        return _footer_hash(file) == entry.hash and digests.is_same(entry.content, file)
 
     def has_quick_rows(self, file: InputFile) -> bool:
-        return _has_small_groups(pq.read_metadata(absolute(file.path)))
+        return self._is_quick_by_row(pq.read_metadata(absolute(file.path)))
+
+    def _is_quick_by_row(self, metadata: pq.FileMetaData) -> bool:
+        """Whether rows are read from the file itself, and not from a spool."""
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        is_small = all(group.num_rows <= GROUP_ROWS and group.total_byte_size <= GROUP_BYTES for group in groups)
+        return is_small and not self._is_shuffled
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """See `FileFormat`. Another process reads the footers, which takes half a second and a second read of each."""
@@ -101,10 +115,6 @@ class Parquet(FileFormat):
             name = new[num_seen].name
             raise InputError(f"{name} cannot be read as {self.name}: its footer is not whole; is it damaged?")
 
-    def is_slow_by_row(self, entry: FileEntry) -> bool:
-        """See `FileFormat`. Reading one row reads its whole row group."""
-        return not _is_spooled(entry)
-
     def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
         """See `FileFormat`. A run begins at most `_SKIPPED_ROWS` rows after the start of a row group."""
         if file.is_remote:
@@ -114,7 +124,7 @@ class Parquet(FileFormat):
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
-        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, **_int96(self.key)) as parquet:
+        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, **self._int96) as parquet:
             for group in chosen:
                 rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
                 # As many runs from each group, at least one, one after the other.
@@ -126,30 +136,6 @@ class Parquet(FileFormat):
         if batches:
             pq.write_table(pa.Table.from_batches(batches), absolute(to), row_group_size=GROUP_ROWS)
         return float(metadata.num_rows)
-
-    def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
-        metadata = pq.read_metadata(absolute(file.path))
-        schema = _schema_of(file, metadata, self.key)
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
-        batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        with _opened(file, joins=True) as opened:
-            num_rows = spool(_batches(opened, metadata, batch_rows, self.key), schema, scratch)
-        check_num_rows(file.name, metadata.num_rows, [num_rows])
-        return opened.taken()
-
-
-def _has_small_groups(metadata: pq.FileMetaData) -> bool:
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    return all(group.num_rows <= GROUP_ROWS and group.total_byte_size <= GROUP_BYTES for group in groups)
-
-
-def _opened(file: InputFile, *, joins: bool = False) -> DigestedFile:
-    return RangeReader(file, joins=joins) if isinstance(file, RangedFile) else DigestedFile(file.path, joins=joins)
-
-
-def _is_spooled(entry: FileEntry) -> bool:
-    return "rows" in entry.artifacts
 
 
 def _footer_hash(file: InputFile) -> str:
@@ -183,32 +169,30 @@ for number, path in enumerate(json.load(sys.stdin)):
 # The format of files whose INT96 timestamps are read as microseconds. Spark, Hive and Impala write such timestamps. In
 # nanoseconds, as pyarrow reads them otherwise, 9999-12-31 wraps around to the year 1816.
 _WHOLE_INT96 = "parquet by rules 2"
+_INT96_TO_MICROSECONDS = {"coerce_int96_timestamp_unit": "us"}  # an option of `ParquetFile`
 
 
-def _int96(key: str) -> dict[str, str]:
-    """The option of `ParquetFile` for files of this format's key."""
-    return {"coerce_int96_timestamp_unit": "us"} if key == _WHOLE_INT96 else {}
-
-
-def _schema_of(file: InputFile, metadata: pq.FileMetaData, key: str) -> pa.Schema:
+def _schema_of(file: InputFile, metadata: pq.FileMetaData, int96: Mapping[str, str]) -> pa.Schema:
     """The columns, with a remark if timestamps lose digits."""
     columns = map(metadata.schema.column, range(metadata.num_columns))
     names = dict.fromkeys(column.path.partition(".")[0] for column in columns if column.physical_type == "INT96")
     if not names:
         return plain_schema(metadata.schema.to_arrow_schema())
-    with ParquetFile(file.path, metadata=metadata, **_int96(key)) as parquet:
+    with ParquetFile(file.path, metadata=metadata, **int96) as parquet:
         schema = plain_schema(parquet.schema_arrow)
     words = f"INT96 timestamps ({list_names(list(names))}) are read to the microsecond"
     words = "; ".join(filter(None, (remark_of(schema), words)))
-    return with_remark(schema, words) if key == _WHOLE_INT96 else schema
+    return with_remark(schema, words) if int96 else schema
 
 
-def _batches(file: DigestedFile, metadata: pq.FileMetaData, batch_rows: int, key: str) -> Iterator[pa.RecordBatch]:
+def _batches(
+    file: InputFile, metadata: pq.FileMetaData, batch_rows: int, int96: Mapping[str, str]
+) -> Iterator[pa.RecordBatch]:
     # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
     # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
     repeated = _repeated_columns(metadata)
-    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "read_dictionary": repeated, **_int96(key)}
-    with ParquetFile(file, metadata=metadata, **options) as parquet:
+    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "read_dictionary": repeated, **int96}
+    with ParquetFile(file.path, metadata=metadata, **options) as parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
 
@@ -275,7 +259,8 @@ class _ParquetReader(ColumnarReader):
     A column that would take too much memory is read as a `_Stream`.
     """
 
-    def __init__(self, source_file: SourceFile) -> None:
+    def __init__(self, source_file: SourceFile, int96: Mapping[str, str]) -> None:
+        """int96: the option of `ParquetFile` for its timestamps."""
         file = source_file.file
         entry = source_file.entry
         digests = source_file.digests
@@ -283,18 +268,13 @@ class _ParquetReader(ColumnarReader):
         self._name = file.name
         self._path = file.path
         self._input = file
-        self._content = entry.content
-        self._options = _int96(entry.format)
+        self._entry = entry
+        self._int96 = int96
         self._digests = digests
-        trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
-
-        def is_same() -> bool:  # without `self`: the watch stays when the reader is closed
-            digests.compare_all()
-            return Parquet().is_same(file, entry, digests)
-
-        self._watch = Watch(file.name, [file.path], [trusted], is_same)
-        digests.watch(entry.content, self._watch)
-        self._opened: list[Stamp] = []
+        # A copy in the cache is not watched.
+        is_copy = file.path != entry.path
+        self._watch = Watch(file.name, (), (), lambda: True) if is_copy else digests.watch(entry.content)
+        self._opened: list[Stamp] | None = None
         self._held = functools.lru_cache(CACHED_GROUPS)(_no_columns)
         self._streams = dict[str, _Stream]()
         self._wide_rows = dict[tuple[int, str], int | None]()
@@ -304,13 +284,16 @@ class _ParquetReader(ColumnarReader):
         """Open the file, and again if another file with its content has taken its place."""
         if self._opened == self._watch.trusted:
             return
-        if self._opened:
+        if self._opened is not None:
             self.close()
         self._opened = self._watch.trusted
+        if self._opened not in ([], [self._entry.stamp]):
+            self._digests.compare_all()
         metadata = pq.read_metadata(absolute(self._path))
         repeated = _repeated_columns(metadata)
-        self._bytes = _opened(self._input)
-        options = {"pre_buffer": False, "read_dictionary": repeated, **self._options}
+        ranged = self._input if isinstance(self._input, RangedFile) else None
+        self._bytes = DigestedFile(self._path) if ranged is None else RangeReader(ranged)
+        options = {"pre_buffer": False, "read_dictionary": repeated, **self._int96}
         self._file = ParquetFile(self._bytes, metadata=metadata, **options)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]
@@ -357,13 +340,13 @@ class _ParquetReader(ColumnarReader):
         self._watch.read(self._open)
         batches = self._file.iter_batches(num_rows, [i], [name], use_threads=False)
 
-        def read_on() -> tuple[pa.RecordBatch | None, tuple[ReadRange, ...]]:
+        def read_on() -> tuple[pa.RecordBatch | None, list[ReadRange]]:
             self._bytes.taken()
             return next(batches, None), self._bytes.taken()
 
         while True:
             batch, ranges = self._watch.read(read_on)
-            if not self._digests.note(self._content, ranges):
+            if not self._digests.note(self._entry.content, ranges):
                 raise changed(self._name)
             if batch is None:
                 return
@@ -373,12 +356,12 @@ class _ParquetReader(ColumnarReader):
         held = self._held(i)
         if missing := [name for name in columns if name not in held]:
             read, ranges = self._watch.read(lambda: self._read(i, missing))
-            if not self._digests.note(self._content, ranges):
+            if not self._digests.note(self._entry.content, ranges):
                 raise changed(self._name)
             held.update(zip(read.column_names, read.columns, strict=True))
         return {name: held[name] for name in columns}
 
-    def _read(self, i: int, columns: list[str]) -> tuple[pa.Table, tuple[ReadRange, ...]]:
+    def _read(self, i: int, columns: list[str]) -> tuple[pa.Table, list[ReadRange]]:
         self._open()
         self._bytes.taken()
         return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
