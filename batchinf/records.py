@@ -118,6 +118,8 @@ class Speed:
     """None if the run was too short to say."""
     replicas: tuple[ReplicaShare, ...] = ()
     """By number; empty for a single one."""
+    late_s: Seconds = 0.0
+    """From the first engine that was up to the last one."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -566,13 +568,19 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class StartedReplica:
-    """An incarnation of a replica, as its `replica_started` event says."""
+    """An incarnation of a replica that has started."""
 
     replica: Count
     incarnation: JsonText
     backend: JsonText
     identity: dict[JsonText, Any]
     """JSON values by which the backend finds it again, such as a process group. Only that backend reads them."""
+    devices: tuple[JsonText, ...] = ()
+    """Its GPUs, by the names that the user sees; empty on a processor."""
+    num_devices: Seconds = 1.0
+    """Devices for the accounting of device time."""
+    started_at: Seconds | None = None
+    """In seconds since 1970; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from run import run_spec
 from shapes import SHAPES, make_model, make_prompts
 
 import batchinf.tasks.registry  # it adds the tasks to the spec
+from batchinf.base.storage import Folder
 from batchinf.fleet.launcher import choose_backend
+from batchinf.manifest.events import read_events
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of
 from batchinf.planning.degrees import degrees_of
@@ -142,8 +144,7 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
 
 def settings_of(out: pathlib.Path) -> dict[str, Any]:
     """What the first replica reported when it was ready."""
-    lines = [json.loads(line) for log in sorted((out / "manifest").glob("*.jsonl")) for line in log.open()]
-    ready = [line for line in lines if line["kind"] == "event" and line["name"] == "ready"]
+    ready = [event.fields for event in read_events(Folder(out)) if event.name == "ready"]
     return dict(ready[0].get("settings", {})) if ready else {}
 
 

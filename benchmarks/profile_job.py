@@ -100,7 +100,8 @@ def main() -> None:
 def wait_for_first_request(process: "subprocess.Popen[bytes]", job: pathlib.Path, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
-        if any('"first_request"' in log.read_text() for log in (job / "manifest").glob("*.jsonl")):
+        events = job / "events.jsonl"
+        if events.exists() and '"first_request"' in events.read_text():
             return
         time.sleep(0.5)
     sys.exit("the job ended, or its engine did not start in time: see job.log")

@@ -10,7 +10,6 @@ manifest, and parts of no rows whose footers are as the manifest says. Only the 
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
@@ -32,6 +31,7 @@ from batchinf.coordinator.epoch import FOLDERS
 from batchinf.job.choose import consecutive
 from batchinf.job.job import Job
 from batchinf.job.open import open_job
+from batchinf.manifest.events import read_events
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.output.proof import expected_entries
@@ -100,7 +100,7 @@ def make_job(job: Job, num_parts: int) -> None:
     print(f"{extent.num_rows:,} rows in {num_shards:,} shards, {num_parts:,} of them done", flush=True)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest = Manifest(job.folder, 1)
-    manifest.header(header)
+    manifest.record(header)
     manifest.extent(extent, job.source.fingerprint)
     for index in range(num_parts):
         manifest.part(
@@ -133,11 +133,11 @@ def make_part(folder: Folder, job_id: str, shard: Shard, name: str) -> Part:
 
 def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """Start the job, wait for its first replica and for the end of its recovery, and end both."""
-    before = {log.name for log in (out / "manifest").iterdir()}
-    started, at = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    before = len(read_events(Folder(out)))
+    started, at = time.monotonic(), time.time()
     with (out / "logs" / "run.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "batchinf", "run", str(spec)], stdout=log, stderr=log)
-        while (events := start_events(out, before)).keys() != _EVENTS:
+        while not (events := {event.name: event for event in read_events(Folder(out))[before:]}).keys() >= _EVENTS:
             if process.poll() is not None:
                 sys.exit((out / "logs" / "run.log").read_text()[-2000:])
             time.sleep(0.01)
@@ -147,27 +147,11 @@ def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         process.send_signal(signal.SIGINT)
         process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(events["replica_started"]["identity"]["pgid"], signal.SIGKILL)
-    if events["epoch"]["lost"]:
+        os.killpg(events["replica_started"].fields["identity"]["pgid"], signal.SIGKILL)
+    if events["epoch"].fields["lost"]:
         sys.exit(f"the run did not accept the parts; see {out / 'logs' / 'run.log'}")
-    wall_s = max((datetime.datetime.fromisoformat(event["at"]) - at).total_seconds() for event in events.values())
+    wall_s = max(events[name].time for name in _EVENTS) - at
     return {"wall_s": min(wall_s, noticed_s), "cpu_s": cpu_s}
-
-
-def start_events(out: pathlib.Path, before: set[str]) -> dict[str, dict[str, Any]]:
-    """The events of the new log, by name, that end a start; not those copied from earlier logs."""
-    found = {}
-    for log in out.glob("manifest/*.jsonl"):
-        if log.name not in before:
-            with log.open("rb") as file:
-                file.seek(max(0, log.stat().st_size - 4096))
-                lines = file.read().splitlines()
-            for line in lines:
-                if line.startswith(b'{"kind":"event"') and line.endswith(b"}"):
-                    fields = json.loads(line)
-                    if fields["name"] in _EVENTS:
-                        found[fields["name"]] = fields
-    return found
 
 
 def cpu_seconds(pid: int) -> float:

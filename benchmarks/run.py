@@ -447,7 +447,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def from_manifest(out: pathlib.Path) -> dict[str, Any]:
     """Seconds, tokens and versions of a finished job."""
     lines = [json.loads(line) for log in sorted((out / "manifest").glob("*.jsonl")) for line in log.open()]
-    events = [line for line in lines if line["kind"] == "event"]
+    events = [json.loads(line) for line in (out / "events.jsonl").open()]
     parts = [line for line in lines if line["kind"] == "part"]
     ready = [event for event in events if event["name"] == "ready"]
     at = {event["name"]: datetime.datetime.fromisoformat(event["at"]) for event in events}

@@ -361,7 +361,6 @@ def _make_adapters() -> None:
         "fleet.status": ["JobStatus", "_Sample"],
         "manifest.lock": ["Holder"],
         "manifest.lines": ["Extent", "Part", "StartedReplica"],
-        "manifest.state": ["InputJob", "Speed"],
         "output.parts": ["PartCounts"],
     }
     named = [getattr(sys.modules[f"batchinf.{module}"], name) for module, names in others.items() for name in names]

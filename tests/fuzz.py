@@ -55,6 +55,7 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest.commit_log import encode_commits
+from batchinf.manifest.lines import Chosen, Condemned, EndedReplica, Lost, Lowered, Platform, Suspects, record_line
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name
@@ -65,7 +66,7 @@ from batchinf.output.journal import Journal, list_shards
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import stated_part
 from batchinf.prompts.renderer import Renderer
-from batchinf.records import Lease
+from batchinf.records import Lease, StartedReplica
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
@@ -429,23 +430,26 @@ def _logs(folder: pathlib.Path) -> _Logs:
     # Kinds of lines that this manifest does not have.
     state = read_state(Folder(out))
     assert state is not None
-    group = {"replica": 0, "incarnation": "1.1", "backend": "local", "identity": {"pgid": 7}}
+    suspects = Suspects("1.1", (3,), (Lease(0, 0, 9),))
+    records = [
+        StartedReplica(0, "1.1", "local", {"pgid": 7}), EndedReplica("", 1.5), suspects, Condemned(3, "killed"),
+        Lowered({"max_num_seqs": 4}, {}), Lost([]), Chosen(1, 2),
+    ]  # fmt: skip
     at = "2026-01-01T00:00:00.000+00:00"
-    snapshot = [
-        {
-            "kind": "snapshot",
-            "at": at,
-            "replaces": [],
-            "device_s": 1.5,
-            "event_counts": {"ready": 1},
-            "running_replicas": [group],
-        }
-    ]
+    group = {"replica": 0, "incarnation": "1.1", "backend": "local", "identity": {"pgid": 7}}
+    old = {
+        "kind": "snapshot",
+        "replaces": [],
+        "device_s": 1.5,
+        "event_counts": {"ready": 1},
+        "running_replicas": [group],
+    }
     header = next(fields for commit in commits for fields in commit if fields["kind"] == "header")
     extent = next(fields for commit in commits for fields in commit if fields["kind"] == "extent")
-    counted = {"kind": "counted_event", "name": "epoch", "at": at, "epoch": 1, "adopted": 0, "lost": []}
+    counted = {"kind": "counted_event", "name": "ready", "at": at, "device": "", "versions": {}}
     done = {"kind": "done", "name": "done", "at": at}
-    commits += [[*snapshot, header, extent, counted, done], [{"kind": "snapshot_end"}]]
+    commits += [[{"kind": "snapshot", "replaces": []}, header, extent, *map(record_line, records)]]
+    commits += [[{"kind": "snapshot_end"}], [old, header, extent, counted, done], [{"kind": "snapshot_end"}]]
     for fields in (fields for commit in commits for fields in commit):
         for name in ("host", "boot_id"):
             if name in fields:
@@ -520,9 +524,9 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> bool:
     if state is None:
         return True
     stored_spec(state.header.spec)
-    LocalBackend().end_leftovers(state.running_replicas, state.job_id)
-    for event in state.events:
-        assert event.name != "ready" or isinstance(event.fields["versions"], dict)
+    LocalBackend().end_leftovers(state.of(StartedReplica), state.job_id)
+    for platform in state.of(Platform):
+        assert isinstance(platform.versions, dict)
     epoch = last_epoch(own) + 1
     manifest = Manifest(own, epoch, None, state)
     recovery.note_ended(state, None, manifest)

@@ -913,8 +913,8 @@ class JobModel(RuleBasedStateMachine):
             for line in lines_of(folder):
                 if line.get("kind") == "part":
                     named[line["shard"]] = line["digest"]
-                elif line.get("name") == "lost":
-                    for shard in line["fields"]["shards"] if "fields" in line else line["shards"]:
+                elif line.get("kind") == "lost":
+                    for shard in line["shards"]:
                         named.pop(shard, None)
             for shard, digest in named.items():
                 path = folder / "parts" / f"part-{shard:06d}.parquet"

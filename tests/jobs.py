@@ -29,6 +29,7 @@ import pytest
 from fork_server import ForkServer
 
 from batchinf.base.storage import Folder
+from batchinf.manifest.events import read_events
 from batchinf.manifest.state import State, read_state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -272,7 +273,7 @@ def state_of(out: pathlib.Path) -> State:
 
 def events_of(out: pathlib.Path, name: str) -> list[dict[str, Any]]:
     """The fields of all events of one name."""
-    return [event.fields for event in state_of(out).events if event.name == name]
+    return [event.fields for event in read_events(Folder(out)) if event.name == name]
 
 
 def snapshot_of(out: pathlib.Path) -> dict[str, Any]:

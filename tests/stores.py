@@ -355,6 +355,12 @@ def lines(url: str) -> list[dict[str, Any]]:
     return found
 
 
+def events(url: str, name: str) -> list[dict[str, Any]]:
+    """The events of one name."""
+    found = [json.loads(line) for line in read(url, "events.jsonl").splitlines()]
+    return [event for event in found if event["name"] == name]
+
+
 def num_journalled(url: str) -> int:
     """Results in the bucket's journal of shards without a part, by the headers of the segments."""
     num_results = 0

@@ -19,12 +19,12 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
 from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
-from batchinf.manifest.lines import EventLine
+from batchinf.manifest.events import EventLine, append_events
 from batchinf.manifest.lock import Holder, JobLock, live_holder
 from batchinf.manifest.log import Manifest, snapshot_commits
 from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, last_epoch, list_logs, read_beginning, read_state
-from batchinf.manifest.versions import check_version, spec_text, stored_spec
+from batchinf.manifest.versions import check_current, check_version, spec_text, stored_spec
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.parts import stated_part
 from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, is_newer, job_of, other_owner
@@ -268,6 +268,8 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
             finding = CheckFinding("manifest_damaged", "manifest/", str(error))
         else:
             if state is not None:
+                if repair:
+                    check_current(folder, state.header, is_done=state.is_done)
                 return FilesCheck(folder, state, is_deep=is_deep, is_repair=repair).checked(check)
             finding = CheckFinding("manifest_without_job", "manifest/")
         return _rebuilt(dataclasses.replace(check, findings=(finding,)), folder, epoch)
@@ -506,12 +508,12 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
             "backup, or give the job another output.path"
         )
+    check_current(folder, state.header, is_done=False)
     state.done = None
-    state.events.append(EventLine("rebuilt", utc_now(), {"replaces": logs}))
-    state.event_counts["rebuilt"] += 1
     data = encode_commits(snapshot_commits(state, logs))
     if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
         raise OutputError(f"another process has just started on {folder.root}; run the same command again")
+    append_events(folder, [EventLine("rebuilt", utc_now(), {"replaces": logs})])
     return [folder.move_aside(name) for name in logs]
 
 

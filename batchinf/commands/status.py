@@ -439,7 +439,7 @@ def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | N
         job_state,
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
-        input_job=state.input_job,
+        input_job=state.header.input_job,
         retry=_retry(state),
         repairs=_repairs(state),
         slower=state.slower,

@@ -17,6 +17,7 @@ from batchinf.commands.reference import Reference
 from batchinf.job.begun import open_begun
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, max_model_len
+from batchinf.manifest.lines import Platform
 from batchinf.manifest.state import State
 from batchinf.records import Int64Array, Prompt, Request, Span
 from batchinf.results import Results
@@ -264,14 +265,14 @@ def _check(job: Job, state: State, results: Results) -> None:
 
 def _reported(state: State, name: str) -> Any:
     """A setting as the latest engine reported it; None if none did."""
-    values = [event.fields["settings"].get(name) for event in state.events if event.fields.get("settings")]
+    values = [platform.settings.get(name) for platform in state.of(Platform)]
     return next((value for value in reversed(values) if value), None)
 
 
 def _tolerance(job: Job, state: State, results: Results, dtype: str) -> float:
     is_rough = job.spec.model.quantization is not None or "quantization_config" in job.model.config
     kind = "bfloat16" if is_rough or dtype not in TOLERANCES else dtype
-    devices = {event.fields["device"] for event in state.events if "device" in event.fields}
+    devices = {platform.device for platform in state.of(Platform)}
     if kind == "float32" and devices - {"cpu"}:
         kind = "float16"  # on GPUs, vLLM's attention multiplies float32 as TF32, which has the 11 bits of float16
     if job.task.pooling is not None:

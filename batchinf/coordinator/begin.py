@@ -4,7 +4,7 @@ Existing rows keep their positions and shards. An extent begins to count with th
 crash before that, its files mean nothing and are written again.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ from batchinf.job.job import Job, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import gone
-from batchinf.manifest.lines import CHOSEN, INPUT_JOB, Header
+from batchinf.manifest.lines import Chosen, Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, spec_text
@@ -48,10 +48,10 @@ def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, 
     notes = "".join(f"# {line}\n" for line in launcher.chosen.lines())
     job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
-    manifest.header(header)
+    manifest.record(header)
     manifest.extent(extent, job.source.fingerprint)
     if job.spec.input.selects:
-        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
+        manifest.record(Chosen(extent.num_rows, job.source.num_rows))
     manifest.commit()
     return committed_state(job.folder)
 
@@ -159,10 +159,9 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     choice = ordering.in_order(job, choice, state, say=say, check_lock=manifest.check_lock)
     extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
-        num_rows = total_rows(state.extents) + choice.num_rows
-        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
+        manifest.record(Chosen(total_rows(state.extents) + choice.num_rows, job.source.num_rows))
     if (other := _input_job(job)) is not None:
-        manifest.event(INPUT_JOB, kept_as=INPUT_JOB, input_job=asdict(other))
+        manifest.record(replace(state.header, input_job=other))
     job.source.keep_digests()
     faults.point("extend.before_line")
     manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})

@@ -27,14 +27,16 @@ from batchinf.base.text import counted, list_names
 from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
-from batchinf.fleet.devices import Platforms, kept_as
+from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
+from batchinf.fleet.speed import StartedEngine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
+from batchinf.manifest.lines import Lowered, Platform
 from batchinf.manifest.names import staged_file
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
@@ -314,6 +316,7 @@ class Coordinator:
         shard = event.lease[0]
         if not self._has_begun:
             self._has_begun = True
+            self.epoch.times.began_at.append(time.monotonic())
             self._manifest.event("first_request", shard=shard)
         if event.num_recovered:
             self._manifest.event("recovered", shard=shard, num_requests=event.num_recovered)
@@ -342,6 +345,7 @@ class Coordinator:
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.quarantine.forget(part.shard)
         if parts and self._is_finished:
+            self.epoch.times.ended_at.append(time.monotonic())
             self._manifest.event("all_committed")
         if parts or not closed or self._mirror is None:  # parts that are being uploaded are committed later
             self._manifest.commit()
@@ -372,18 +376,22 @@ class Coordinator:
 
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
-        if (warning := self._platforms.admit(replica.number, event.engine)) is not None:
+        engine = event.engine
+        platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.replicas.launcher.epoch)
+        if (warning := self._platforms.admit(replica.number, platform)) is not None:
             self._display.say(warning)
+        self._manifest.record(platform)
         self._manifest.event(
             "ready",
-            kept_as=kept_as(event.engine),
             replica=replica.number,
             start_s=event.start_s,
-            max_num_seqs=event.engine.max_num_seqs,
-            device=event.engine.device,
-            versions=event.engine.versions,
-            settings=event.engine.settings,
+            max_num_seqs=engine.max_num_seqs,
+            device=engine.device,
+            versions=engine.versions,
+            settings=engine.settings,
         )
+        self.epoch.times.engines[replica.number] = StartedEngine.of(engine)
+        self.epoch.times.ready_at.append(time.monotonic())
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
@@ -441,13 +449,9 @@ class Coordinator:
         suspicion = self.quarantine.note_death(end)
         self._assignment.note_ended(end, self.quarantine.leases)
         if end.step_down is not None:
-            self._manifest.event(
-                "oom_step_down",
-                kept_as="oom_step_down",
-                replica=end.replica.number,
-                incarnation=end.incarnation,
-                **end.step_down,
-            )
+            self._manifest.record(Lowered(end.step_down["lowered"], end.step_down["applies_to"]))
+            ended = {"replica": end.replica.number, "incarnation": end.incarnation}
+            self._manifest.event("oom_step_down", **ended, **end.step_down)
         self._tell_end(end, suspicion)
 
     def _tell_end(self, end: Ended, suspicion: str) -> None:

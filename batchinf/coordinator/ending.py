@@ -18,7 +18,8 @@ from batchinf.coordinator.bad_files import bad_file_lines
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job
-from batchinf.manifest.lines import CHOSEN, EventLine
+from batchinf.manifest.events import EventLine, read_events
+from batchinf.manifest.lines import Chosen
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
@@ -189,6 +190,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
     counts = state.counts
     errors = tuple(commonest(folder, state, most=None)) if counts.num_errors else ()
     bad_files = bad_file_lines(folder, file.slice, state)
+    slower = () if was_done else state.slower
     summary = Summary(
         folder=_named(file),
         num_rows=counts.num_rows,
@@ -204,7 +206,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
         errors=errors,
         image_folder=_image_folder(file.spec.input, errors),
         retry_command=_retry_command(file) if counts.num_errors else "",
-        remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *bad_files, *forecast(state)),
+        remarks=(*earlier, *slower, *remarks([state]), *bad_files, *forecast(folder, state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
@@ -294,22 +296,26 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
-def forecast(state: State) -> list[str]:
+def forecast(folder: Folder, state: State) -> list[str]:
     """Lines that forecast the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
-    Device time is the time in which engines had rows, over all attempts that the manifest still records.
+    Device time is the time in which engines had rows, over all attempts, by the job's events. Without them, there are
+    no lines.
     """
     where = state.header.spec["input"]
-    event = state.kept.get(CHOSEN)
     is_part = where.get("sample") is not None or where.get("limit") is not None
-    if event is None or not is_part or not state.extents or not event.fields["num_rows"]:
+    chosen = state.of(Chosen)
+    if not chosen or not is_part or not state.extents or not chosen[0].num_rows:
+        return []
+    events = read_events(folder)
+    batch = _num_at_once(events)
+    if not batch:
         return []
     num_run = total_rows(state.extents)
-    num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
+    num_all, whose = _all_rows(state, where, chosen[0].num_input_rows)
     factor = num_all / num_run
-    run_s = max(0.0, state.device_s - _idle_s(state))
+    run_s = max(0.0, state.device_s - _idle_s(events))
     device = "GPU" if state.has_devices else "replica"
-    batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [
         f"forecast from {num_run:,} input rows, which took {time_text(run_s)} of {device} time: {whose} take "
@@ -335,20 +341,21 @@ def _all_rows(state: State, where: Mapping[str, Any], num_input_rows: int) -> tu
     return num_all, f"all input rows that pass {' and '.join(named)}, about {num_all:,},"
 
 
-def _num_at_once(state: State) -> int:
+def _num_at_once(events: Sequence[EventLine]) -> int:
     """Requests that all engines together run at once."""
-    ready = {event.fields["replica"]: event for event in state.events if event.name == "ready"}
+    ready = {event.fields.get("replica", 0): event for event in events if event.name == "ready"}
     return sum(int(event.fields.get("max_num_seqs", 0)) for event in ready.values())
 
 
-def _idle_s(state: State) -> float:
+def _idle_s(events: Sequence[EventLine]) -> float:
     """Device time in which engines had no rows: while they started, waited for the input, or ended."""
     started: dict[str, EventLine] = {}
     idle_since: dict[str, EventLine] = {}
     total = 0.0
-    for event in state.events:
+    for event in events:
+        name = event.fields.get("incarnation", "")
         if event.name == "replica_started":
-            started[event.fields["incarnation"]] = idle_since[event.fields["incarnation"]] = event
+            started[name] = idle_since[name] = event
         elif event.name == "ready":
             replica = event.fields.get("replica", 0)
             names = [name for name in idle_since if started[name].fields.get("replica", 0) == replica]
@@ -356,11 +363,10 @@ def _idle_s(state: State) -> float:
         elif event.name == "all_committed":
             idle_since.update({name: event for name in started if name not in idle_since})
         elif event.name == "replica_ended":
-            name = event.fields["incarnation"]
             start = started.pop(name, None)
             since = idle_since.pop(name, None)
             if since is start is not None:
-                total += event.fields["device_s"]
+                total += event.fields.get("device_s", 0.0)
             elif since is not None and start is not None:
                 total += _device_s(start, since, event)
     return total

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from batchinf.base.errors import (
     HopelessJob,
@@ -44,7 +44,7 @@ from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import check_removed, placing, prepare_run
-from batchinf.manifest.lines import SPEED
+from batchinf.manifest.lines import Done
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
@@ -256,8 +256,9 @@ def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     if not epoch.state.committed.all():
         _run_shards(epoch, epoch.job, epoch.state, epoch.replicas.fleet, begins_together=begins_together)
     _run_retries(epoch)
-    _note_speed(epoch, time.monotonic() - began)
-    epoch.manifest.done()
+    state = committed_state(epoch.job.folder)
+    speed = measured_speed(epoch.job.folder, state, epoch.times, time.monotonic() - began)
+    epoch.manifest.record(Done(speed))
     epoch.manifest.commit()
 
 
@@ -355,16 +356,6 @@ def _run_retries(epoch: Epoch) -> None:
         state = committed_state(job.folder)
         if epoch.mirror is not None:
             judge_by(epoch.mirror, job, state)
-
-
-def _note_speed(epoch: Epoch, run_s: float) -> None:
-    """Add the run's speed to the manifest's next commit. If the run has none, remove that of an earlier run."""
-    state = committed_state(epoch.job.folder)
-    speed = measured_speed(epoch.job.folder, state, run_s)
-    if speed is not None:
-        epoch.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
-    elif state.speed is not None:
-        epoch.manifest.event("forgotten", kept_as=SPEED)
 
 
 def _tidy(folder: Folder, mirror: Mirror | None) -> None:

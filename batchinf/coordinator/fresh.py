@@ -28,6 +28,7 @@ from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
+from batchinf.records import StartedReplica
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.
@@ -93,7 +94,7 @@ def _end_leftovers(folder: Folder, backend: Backend) -> None:
     """End the replicas that an old job's coordinator left running: they occupy devices and write into the folder."""
     with contextlib.suppress(OutputError):  # a damaged manifest names no replicas, and is moved aside too
         old = read_beginning(folder)
-        backend.end_leftovers(old.running_replicas, old.job_id)
+        backend.end_leftovers(old.of(StartedReplica), old.job_id)
 
 
 def _sweep_moved(root: pathlib.Path) -> None:

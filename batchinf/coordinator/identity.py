@@ -14,6 +14,7 @@ from batchinf.fleet.replica import FleetReplica
 from batchinf.job.choose import Say
 from batchinf.job.drift import drift_error
 from batchinf.job.job import Job
+from batchinf.manifest.lines import ModelFiles
 from batchinf.manifest.log import Manifest
 from batchinf.model.content import Contents
 from batchinf.replica.messages import Identified
@@ -69,6 +70,6 @@ class IdentityGate:
                 raise drift_error(f"{output.path} holds slices of a job", files=lines)
         if self.before:
             return
-        self.manifest.files(digests)
+        self.manifest.record(ModelFiles(dict(digests)))
         self.manifest.commit()
         faults.point("identity.after_line")

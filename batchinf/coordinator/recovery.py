@@ -12,6 +12,7 @@ from batchinf.base.storage import Folder, file_digest
 from batchinf.coordinator.publishing import publish
 from batchinf.fleet.status import JobStatus
 from batchinf.job.job import Job
+from batchinf.manifest.lines import EndedReplica, Lost
 from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, staged_file
@@ -21,7 +22,7 @@ from batchinf.output.mirror import Mirror
 from batchinf.output.parts import stated_part
 from batchinf.output.proof import changed_parts, is_newer, job_of
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import Part
+from batchinf.records import Part, StartedReplica
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.repairs import REPAIRS_FOLDER, scan_folder
@@ -43,18 +44,15 @@ _OWN = (
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
     """Record in the manifest that replicas of a killed coordinator have ended, with their device time.
 
-    Their end is the time when the coordinator was last seen: that of `status`, of its last event, or `seen_at` (seconds
-    since 1970), whichever is latest.
+    Their end is the time when the coordinator was last seen: that of `status`, or `seen_at` (seconds since 1970),
+    whichever is later.
     """
-    starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
-    last_seen = max((event.time for event in state.events), default=0.0)
-    last_seen = max(last_seen, seen_at, status.updated_at if status is not None else 0.0)
-    for replica in state.running_replicas:
-        device_s = 0.0
-        if (start := starts.get(replica.incarnation)) is not None:
-            num_devices = float(start.fields.get("num_devices", 1))
-            device_s = round(max(0.0, last_seen - start.time) * num_devices, 1)
+    last_seen = max(seen_at, status.updated_at if status is not None else 0.0)
+    for replica in state.of(StartedReplica):
+        lifetime_s = 0.0 if replica.started_at is None else max(0.0, last_seen - replica.started_at)
+        device_s = round(lifetime_s * replica.num_devices, 1)
         cause = "its coordinator was killed"
+        manifest.record(EndedReplica(replica.incarnation, device_s, bool(replica.devices)))
         manifest.event("replica_ended", incarnation=replica.incarnation, device_s=device_s, cause=cause)
 
 
@@ -208,7 +206,7 @@ def _forget(state: State, manifest: Manifest, lost: list[int]) -> None:
         state.forget(shard)
     if lost:
         # This line must come before those of adopted parts, because the last line about a shard counts.
-        manifest.event("lost", shards=lost)
+        manifest.record(Lost(lost))
 
 
 def judge_by(mirror: Mirror, job: Job, state: State) -> None:

@@ -156,7 +156,7 @@ def _not_chosen(state: State, order: RunOrder, chosen: Positions | None, behind:
     if chosen is None:
         # The file is lost. The shards that are behind the retry are unchanged, so the same rows match again.
         return behind
-    if not behind.any() or not state.event_counts["lost"]:
+    if not behind.any() or not state.has_lost:
         return np.zeros_like(behind)
     # When a lost file was made again, the shards that had finished the retry were left out. If such a shard has lost
     # its part since, its rows are chosen again.
@@ -210,7 +210,7 @@ def _choose(
         retry = dataclasses.replace(retry, num_rows=int(counts.sum()), num_shards=int(np.count_nonzero(counts)))
     retry = dataclasses.replace(retry, positions=chosen.digest)
     faults.point("retry.before_line")
-    manifest.retry(retry)
+    manifest.record(retry)
     manifest.commit()
     faults.point("retry.after_line")
     state.note_retry(retry)

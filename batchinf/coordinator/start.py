@@ -29,6 +29,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, Replicas, work_of
 from batchinf.fleet.parallel import with_degrees
+from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.choose import Say
@@ -39,6 +40,7 @@ from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
+from batchinf.manifest.lines import Recovered
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -52,7 +54,7 @@ from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Int64Array, Prompt
+from batchinf.records import Int64Array, Prompt, StartedReplica
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import shard_at, total_rows
@@ -76,6 +78,7 @@ class Epoch:
     """They know their work. None runs if all shards are committed."""
     identity: IdentityGate
     """Lets replicas store results."""
+    times: EngineTimes
     display: ProgressDisplay
     retry: Predicate | None
     """Chooses the rows of a retry to begin."""
@@ -111,7 +114,7 @@ def start(
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
-    backend.end_leftovers(before.running_replicas, before.job_id)
+    backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
         replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
@@ -157,6 +160,7 @@ def start(
             manifest=manifest,
             replicas=replicas,
             identity=identity,
+            times=EngineTimes(),
             display=display,
             retry=retry,
             overrides=prepared.overrides,
@@ -300,6 +304,7 @@ def _recover(
 ) -> None:
     """The caller commits the new lines of the manifest."""
     adopted, lost = recover(job, state, manifest, mirror)
+    manifest.record(Recovered(state.header.job_id))
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
     for shard in lost[:_LOST_TO_NAME]:
         say(f"warning: part {shard} is gone or altered; its rows run again, and an altered file is kept in damaged/")

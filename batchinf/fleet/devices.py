@@ -3,13 +3,11 @@
 A platform is a device with software versions. The manifest has each platform once, and each part has its own.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
 
 from batchinf.base.errors import DriftError
+from batchinf.manifest.lines import Platform
 from batchinf.manifest.state import State
-from batchinf.records import EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +43,22 @@ class DeviceLook:
 # These can change output values. `same_device: true` refuses a mix of them; other differences give a warning.
 _DECIDING = frozenset({"device", "engine", "vllm", "torch", "transformers", "cuda"})
 
-# `device`, and versions by name.
-Platform = dict[str, str]
-
 
 class Platforms:
     """The platforms of a job's replicas so far, over all epochs."""
 
     def __init__(self, state: State, same_device: bool) -> None:
         """same_device: refuse a second platform."""
-        # A state holds only the last events, but keeps one `ready` event of each platform.
-        ready = [*(event for event in state.kept.values() if event.name == "ready"),
-                 *(event for event in state.events if event.name == "ready")]  # fmt: skip
-        self._known = [_platform(event.fields.get("device", ""), event.fields["versions"]) for event in ready]
+        self._known = [platform.values for platform in state.of(Platform)]
         self._same_device = same_device
-        self._told: list[Platform] = []
+        self._told: list[dict[str, str]] = []
 
-    def admit(self, replica: int, engine: EngineInfo) -> str | None:
+    def admit(self, replica: int, platform: Platform) -> str | None:
         """Add the platform of a started replica. Returns a warning the first time that it differs from earlier ones.
 
         Raises DriftError if `same_device: true` refuses the difference. The replica has no row yet.
         """
-        now = _platform(engine.device, engine.versions)
+        now = platform.values
         for before in self._known:
             if (warning := self._compare(replica, before, now)) is not None:
                 return warning
@@ -74,7 +66,7 @@ class Platforms:
             self._known.append(now)
         return None
 
-    def _compare(self, replica: int, before: Platform, now: Platform) -> str | None:
+    def _compare(self, replica: int, before: dict[str, str], now: dict[str, str]) -> str | None:
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         deciding = [name for name in changed if name in _DECIDING]
         if self._same_device and deciding:
@@ -92,17 +84,7 @@ class Platforms:
         return None
 
 
-def kept_as(engine: EngineInfo) -> str:
-    """The `kept_as` name of a `ready` event: one for each platform."""
-    text = json.dumps(_platform(engine.device, engine.versions), sort_keys=True)
-    return f"platform/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def _platform(device: str, versions: dict[str, str]) -> Platform:
-    return {"device": device, **versions}
-
-
-def _show(before: Platform, now: Platform, names: list[str]) -> str:
+def _show(before: dict[str, str], now: dict[str, str], names: list[str]) -> str:
     # The device first: people know it.
     names = sorted(names, key=lambda name: name != "device")
     return ", ".join(f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names)

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchinf.base.errors import BatchinfError
@@ -26,7 +27,7 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
 from batchinf.job.job import Job, PreparedJob, begun_at
-from batchinf.manifest.lines import Retry
+from batchinf.manifest.lines import EndedReplica, Lowered, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, check_weights
@@ -35,6 +36,7 @@ from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
 from batchinf.planning.lengths import shared_share
+from batchinf.records import StartedReplica
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.base import Task
@@ -182,7 +184,8 @@ def _devices(slots: Sequence[Slot]) -> list[str]:
 
 def _lowered_before(spec: JobSpec, state: State | None, say: Callable[[str], None]) -> dict[str, Any]:
     """The engine arguments that an earlier epoch lowered when memory ran out, if they still apply."""
-    lowered = kept(spec, state.lowered) if state is not None else {}
+    record = state.of(Lowered) if state is not None else []
+    lowered = kept(spec, record[0]) if record else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"continuing with {shown}, because memory ran out before; set another value in the spec to change that")
@@ -216,24 +219,28 @@ def start_due(fleet: Fleet, manifest: Manifest) -> None:
     replicas = fleet.start_due()
     for replica in replicas:
         handle = fleet.handles[replica.number]
-        manifest.event(
-            "replica_started",
-            replica=replica.number,
-            incarnation=handle.incarnation,
-            backend=fleet.backend.name,
-            identity=handle.identity,
-            devices=list(replica.slot.devices),
+        started = StartedReplica(
+            replica.number,
+            handle.incarnation,
+            fleet.backend.name,
+            handle.identity,
+            devices=replica.slot.devices,
             num_devices=replica.slot.num_devices,
+            started_at=time.time(),
         )
+        manifest.record(started)
+        manifest.event("replica_started", **asdict(started))
     if replicas:
         manifest.commit()
 
 
 def note_end(manifest: Manifest, end: Ended) -> None:
     """Add the end of an incarnation to the manifest's next commit."""
-    device_s = round(end.lifetime_s * end.replica.slot.num_devices, 1)
+    slot = end.replica.slot
+    ended = EndedReplica(end.incarnation, round(end.lifetime_s * slot.num_devices, 1), bool(slot.devices))
+    manifest.record(ended)
     cause = "" if end.was_asked else end.cause
-    manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
+    manifest.event("replica_ended", incarnation=end.incarnation, device_s=ended.device_s, cause=cause)
 
 
 class Replicas:

@@ -3,17 +3,16 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import ON_TRIAL, read_status
-from batchinf.manifest.lines import EventLine
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import share_of
-from batchinf.records import Bottleneck, ReplicaShare, Speed
+from batchinf.records import Bottleneck, EngineInfo, ReplicaShare, Speed
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
 _MOST_LOOKS = 2000
@@ -33,16 +32,26 @@ _MOST_UTILIZATION = 0.95
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
-    """The speed of the last epoch, by events, tokens of engines and telemetry; None if no engine worked."""
-    events = state.epoch_events
-    began = times_of(events, "first_request")
-    ended = times_of(events, "all_committed")
+@dataclass(slots=True)
+class EngineTimes:
+    """When the engines of a run were up and worked, in seconds of the monotonic clock; and these engines."""
+
+    engines: dict[int, "StartedEngine"] = field(default_factory=dict)
+    """The last one of each replica."""
+    ready_at: list[float] = field(default_factory=list)
+    began_at: list[float] = field(default_factory=list)
+    """The first requests: of all rows, and of each retry."""
+    ended_at: list[float] = field(default_factory=list)
+    """The last parts, likewise."""
+
+
+def measured_speed(folder: Folder, state: State, times: EngineTimes, run_s: float) -> Speed | None:
+    """The speed of the last epoch, by its times, tokens of engines and telemetry; None if no engine worked."""
     status = read_status(folder)
-    if not began or not ended or status is None:
+    if not times.began_at or not times.ended_at or status is None:
         return None
-    work_s = max(1e-3, ended[-1] - began[0])
-    engines = {event.fields["replica"]: StartedEngine.of(event.fields) for event in events if event.name == "ready"}
+    work_s = max(1e-3, times.ended_at[-1] - times.began_at[0])
+    engines = times.engines
     num_gpus = len({device for replica in status.replicas for device in replica.devices})
     looks = list(looks_of_epoch(folder, state.last_epoch))
     return Speed(
@@ -54,6 +63,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
         bottleneck=bottleneck(looks, engines, num_gpus, has_images=bool(state.header.spec["input"].get("images"))),
         replicas=shares(looks, len(status.replicas), work_s),
+        late_s=max(times.ready_at) - min(times.ready_at),
     )
 
 
@@ -68,11 +78,6 @@ def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float)
         num_rows[replica["replica"]] += replica["num_answered"]
         busy_s[replica["replica"]] += replica["busy_s"]
     return tuple(ReplicaShare(rows, round(min(1.0, s / work_s), 3)) for rows, s in zip(num_rows, busy_s, strict=True))
-
-
-def times_of(events: Iterable[EventLine], name: str) -> list[float]:
-    """When the events with this name happened, in seconds since 1970."""
-    return [event.time for event in events if event.name == name]
 
 
 def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:
@@ -109,12 +114,11 @@ class StartedEngine:
     """Those that the spec or batchinf gave."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "StartedEngine":
-        """By the fields of a `ready` event."""
-        settings = fields.get("settings") or {}
+    def of(cls, engine: EngineInfo) -> "StartedEngine":
+        settings = engine.settings
         tensor = settings.get("tensor_parallel_size") or 1
         return cls(
-            max_num_seqs=fields.get("max_num_seqs") or 1,
+            max_num_seqs=engine.max_num_seqs or 1,
             cache_tokens=settings.get("kv_cache_size_tokens"),
             num_devices=tensor * (settings.get("pipeline_parallel_size") or 1),
             tensor=tensor,

@@ -1,12 +1,10 @@
-"""The lines of a manifest, and the types of their fields."""
+"""The lines of a manifest: each is a record, of which the last with its key counts."""
 
-import datetime
-import functools
 import operator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel
 
 from batchinf.base.storage import adapter
 from batchinf.manifest.columns import Columns
@@ -31,16 +29,28 @@ from batchinf.records import (
 # Each part's line and footer has these counts. Any other count is 0 where it is missing: a later version added it.
 BASIC_COUNTS = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
-CHOSEN = "chosen"  # an event: how many rows were chosen from how many
-INPUT_JOB = "input_job"  # an event: the job whose output is read, when --extend took in its new rows
-BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
-SPEED = "speed"  # an event: the speed of a run that has ended
+
+# -- what the job is -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A new job, before its replicas start and it has a header."""
+
+    job_id: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A start that has recovered what earlier ones left. It names the job: a log of another one is damage."""
+
+    job_id: JsonText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the job is, as it began. Identity, layout and spec are JSON values."""
+    """What the job is. Identity, layout and spec are JSON values."""
 
     format_version: PositiveCount
     batchinf_version: JsonText
@@ -58,10 +68,18 @@ class Header:
     columns: Columns
     """Those of all its parts and journal segments, whichever version writes them."""
     input_job: InputJob | None = None
-    """The job whose output it reads (`input.job`), as it was when this one began."""
+    """The job whose output it reads (`input.job`), as it was when its rows were last taken in."""
     input_folder: JsonText | None = None
     """In which relative paths in its rows begin. The path in the spec may be relative to the folder of its start. None:
     no folder is known, or an older version began the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How many input rows a job with `input.where`, `sample`, `limit` or `exclude` chose, and from how many."""
+
+    num_rows: Count
+    num_input_rows: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,70 +115,134 @@ class ModelFiles:
     """xxh3-128 of all bytes, by name."""
 
 
+# -- what has happened -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class SnapshotSums:
-    """The sums over the logs that a snapshot replaces."""
+class EndedReplica:
+    """An incarnation of a replica that has ended."""
 
-    replaces: list[JsonText]
+    incarnation: JsonText
+    """Empty for all that ended before a snapshot."""
     device_s: Seconds
-    event_counts: dict[JsonText, Count]
-    running_replicas: list[StartedReplica]
-    """Those without a `replica_ended` event."""
+    """Its time, times its devices."""
+    has_devices: Flag = False
+    """Whether it had GPUs."""
 
 
-class EventLine(NamedTuple):
-    """Something that happened, at a UTC time in ISO format."""
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """A device with software versions on which an engine of the job has been up."""
 
-    name: str
-    at: str
-    fields: Fields
+    device: JsonText
+    versions: dict[JsonText, JsonText]
+    """By name."""
+    settings: dict[JsonText, Any]
+    """Of its last engine."""
+    epoch: Count
+    """Of its last engine."""
 
     @property
-    def time(self) -> float:
-        """When it happened, in seconds since 1970."""
-        return datetime.datetime.fromisoformat(self.at).timestamp()
+    def values(self) -> dict[str, str]:
+        """`device`, and versions by name."""
+        return {"device": self.device, **self.versions}
+
+    @property
+    def key(self) -> object:
+        return frozenset(self.values.items())
 
 
-# -- fields of events that are read again -----------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Deaths that may have one cause, because the same rows were in the engine. Without leases, the case is closed."""
+
+    origin: JsonText
+    """The incarnation that died first."""
+    suspects: tuple[Count, ...]
+    """Rows that were in the engine at every death."""
+    leases: tuple[Lease, ...] = ()
+    """Those with rows of the case."""
+    replica: Count | None = None
+    """The replica that runs the suspects apart; None after the first death, as any replica may run the rows again."""
+    others: tuple[Count, ...] = ()
+    """Rows that later deaths have cleared. They have not run since, but for those of which the engine died too."""
+    has_survived: Flag = False
+    """An engine has survived rows of the case, so that it is not the engine itself that is broken."""
+    num_alone: Count = 0
+    """Deaths at which the last suspect was alone in the engine, without the first death of the case."""
+
+    @property
+    def is_over(self) -> bool:
+        return not self.leases
 
 
-class _Event(BaseModel):
-    # A line may have fields that this version does not know.
-    model_config = ConfigDict(extra="ignore")
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """A row that kills engines."""
 
-    name: JsonText
-    at: Time
-    kept_as: JsonText = ""
+    row_index: Count
+    message: JsonText | None
+    """Of its error; None once the row is in a part."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.message is None
 
 
-_FIELDS: dict[str, dict[str, Any]] = {
-    CHOSEN: {"num_rows": Count, "num_input_rows": Count},
-    BEGINNING: {"job_id": JsonText},
-    "replica_started": {"devices": (list[JsonText], [])},
-    "replica_ended": {"incarnation": JsonText, "device_s": Seconds},
-    "ready": {
-        "replica": (Count, 0),
-        "device": (JsonText, ""),
-        "versions": dict[JsonText, JsonText],
-        "settings": (dict[JsonText, Any], {}),
-    },
-    "suspects": {
-        "origin": JsonText,
-        "suspects": list[Count],
-        "leases": list[Lease],
-        "replica": Count | None,
-        "others": list[Count],
-        "has_survived": Flag,
-        "num_alone": Count,
-    },
-    INPUT_JOB: {"input_job": InputJob},
-    "condemned": {"row_index": Count, "message": JsonText},
-    "forgotten": {"kept_as": JsonText},
-    "lost": {"shards": list[Count]},
-    "oom_step_down": {"lowered": dict[JsonText, Any], "applies_to": dict[JsonText, Any]},
-    SPEED: {"speed": Speed},
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Engine arguments that were lowered because memory ran out."""
+
+    lowered: dict[JsonText, Any]
+    """All that are lower than the spec's by now."""
+    applies_to: dict[JsonText, Any]
+    """The fields of the spec that decide whether they still apply, with their values then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Committed shards that have lost their parts."""
+
+    shards: list[Count]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every shard and every retry is done, until rows, a retry or a lost part come later."""
+
+    speed: Speed | None = None
+    """The speed of the run that ended; None if no engine worked in it."""
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+# By the line's kind. Parts and extents need further checks.
+_RECORDS: dict[str, type[Any]] = {
+    "beginning": Beginning,
+    "header": Header,
+    "recovered": Recovered,
+    "chosen": Chosen,
+    "retry": Retry,
+    "files": ModelFiles,
+    "started": StartedReplica,
+    "ended": EndedReplica,
+    "platform": Platform,
+    "suspects": Suspects,
+    "condemned": Condemned,
+    "lowered": Lowered,
+    "lost": Lost,
+    "done": Done,
 }
-_TAKEN = {"kind", "name", "at", "commit", "crc"}
+# The records of which a state has the last one of each key, by the name of the key; "" if there is one at most.
+KEYS: dict[type[Any], str] = {
+    ModelFiles: "",
+    Chosen: "",
+    StartedReplica: "incarnation",
+    Platform: "key",
+    Suspects: "origin",
+    Condemned: "row_index",
+    Lowered: "",
+}
 
 
 class _ExtentOrigin(BaseModel):
@@ -170,21 +252,13 @@ class _ExtentOrigin(BaseModel):
     limit: PositiveCount | None = None
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-# By the line's kind; parts, extents and events need further checks.
-_RECORDS: dict[str, type[Any]] = {"header": Header, "retry": Retry, "files": ModelFiles, "snapshot": SnapshotSums}
-
-
-def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
+def read_line(line: Fields) -> Any:
     """A line as its record; None for an unknown kind. Raises ValueError or LookupError for a missing or wrong field."""
     match line["kind"]:
         case "part":
             if missing := [name for name in BASIC_COUNTS if name not in line]:
                 raise LookupError(f"a part without {missing}")
             return adapter(Part).validate_python(line)
-        case "event" | "counted_event" | "kept_event" | "done":
-            return _read_event(line)
         case "extent":
             _ExtentOrigin.model_validate(line)
             return _checked(adapter(Extent).validate_python(line))
@@ -202,25 +276,6 @@ def _checked(extent: Extent) -> Extent:
     return extent
 
 
-def _read_event(line: Fields) -> EventLine:
-    name = str(line.get("name"))
-    (_event_model(name) if name in _FIELDS else _Event).model_validate(line)
-    event = EventLine(line["name"], line["at"], {name: value for name, value in line.items() if name not in _TAKEN})
-    if event.name == "replica_started":
-        read_started(event)
-    return event
-
-
-@functools.cache
-def _event_model(name: str) -> type[_Event]:
-    return create_model(name, __base__=_Event, **_FIELDS[name])
-
-
-def read_started(event: EventLine) -> StartedReplica:
-    """The replica of a `replica_started` event. Raises ValueError if a field is not as it should be."""
-    return adapter(StartedReplica).validate_python(event.fields)
-
-
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 _PART_NAMES = tuple(
@@ -233,13 +288,12 @@ def part_line(part: Part) -> Fields:
     return {"kind": "part", **dict(zip(_PART_NAMES, _part_values(part), strict=True)), **part.written()}
 
 
-def event_line(kind: Literal["event", "counted_event", "kept_event", "done"], event: EventLine) -> Fields:
-    """The line of an event. Raises ValueError if it could not be read again."""
-    if taken := _TAKEN & event.fields.keys():
-        raise ValueError(f"event {event.name}: the line itself has the fields {sorted(taken)}")
-    line = {"kind": kind, "name": event.name, "at": event.at, **event.fields}
+def record_line(record: Any) -> Fields:
+    """The line of a record that is neither a part nor an extent. Raises ValueError if it could not be read again."""
+    [kind] = [kind for kind, each in _RECORDS.items() if isinstance(record, each)]
+    line = {"kind": kind, **asdict(record)}
     try:
         read_line(line)
     except ValueError as error:
-        raise ValueError(f"event {event.name} could not be read again: {error}") from error
+        raise ValueError(f"{record} could not be read again: {error}") from error
     return line

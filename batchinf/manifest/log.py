@@ -5,7 +5,7 @@ named still stand in `staging/`, and the next start commits them.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from batchinf.base.storage import Folder, disk_error
 from batchinf.base.text import utc_now
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
-from batchinf.manifest.lines import BEGINNING, EventLine, Header, Retry, event_line, part_line
+from batchinf.manifest.events import EventLine, append_events
+from batchinf.manifest.lines import Beginning, EndedReplica, Lost, part_line, record_line
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.state import MANIFEST_FOLDER, State, last_epoch, list_logs, read_state
 from batchinf.records import Extent, Part
@@ -35,25 +36,18 @@ def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
 
 
 def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
-    running = [dataclasses.asdict(replica) for replica in state.running_replicas]
-    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
-    yield {"kind": "snapshot", "at": utc_now(), "replaces": replaces, **counts}
-    yield from _job_lines(state)
-    yield from (part_line(part) for part in state.parts.values())
-    yield from (event_line("counted_event", event) for event in state.events)
-    yield from (event_line("kept_event", event) for event in state.kept.values())
-    if state.done is not None:
-        yield event_line("done", state.done)
-
-
-def _job_lines(state: State) -> Iterator[Fields]:
-    yield {"kind": "header", **dataclasses.asdict(state.header)}
+    yield {"kind": "snapshot", "at": utc_now(), "replaces": replaces}
+    yield record_line(state.header)
     for number, extent in enumerate(state.extents):
         limit = {"limit": state.limits[number]} if number in state.limits else {}
         yield _extent_line(extent, state.source_fingerprints[number], limit)
-    if state.files:
-        yield {"kind": "files", "files": state.files}
-    yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
+    if state.has_lost:
+        yield record_line(Lost([]))
+    yield record_line(EndedReplica("", state.device_s, state.had_devices))
+    yield from map(record_line, (*state.retries.values(), *state.kept.values()))
+    yield from (part_line(part) for part in state.parts.values())
+    if state.done is not None:
+        yield record_line(state.done)
 
 
 class Manifest:
@@ -79,6 +73,7 @@ class Manifest:
         self._folder = folder
         self._lock = lock
         self._lines: list[Fields] = []
+        self._events: list[EventLine] = []
         self._chain = chain
         name = f"{MANIFEST_FOLDER}/{epoch:06d}.jsonl"
         try:
@@ -94,7 +89,7 @@ class Manifest:
         snapshot = snapshot_commits(state, earlier) if state else []
         commits = [*snapshot]
         if new_id is not None:
-            commits.append([event_line("event", EventLine(BEGINNING, utc_now(), {"job_id": new_id}))])
+            commits.append([record_line(Beginning(new_id))])
         data = encode_commits(commits)
         self.check_lock()
         if snapshot:
@@ -109,50 +104,44 @@ class Manifest:
                 self._folder.delete(log)
         return len(commits)
 
-    def header(self, header: Header) -> None:
-        """Record what the job is. The last header is the valid one."""
-        self._lines.append({"kind": "header", **dataclasses.asdict(header)})
+    def record(self, record: Any) -> None:
+        """Add a record of `manifest/lines.py`, which replaces an earlier one with its key.
+
+        Raises ValueError if it could not be read again.
+        """
+        self._lines.append(record_line(record))
 
     def extent(self, extent: Extent, source_fingerprint: str, more: Fields | None = None) -> None:
         """Add rows to run; a job that was done is no longer done. more: the new `limit`, if it is raised."""
         self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
-
-    def files(self, digests: Mapping[str, str]) -> None:
-        """Record which local files the model is made of: the digest of all bytes of each, by name."""
-        self._lines.append({"kind": "files", "at": utc_now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
         """Record that this part has a shard's rows. replica, incarnation: those that made it, if known."""
         part = dataclasses.replace(part, replica=replica, incarnation=incarnation)
         self._lines.append(part_line(part))
 
-    def retry(self, retry: Retry) -> None:
-        """Record that a retry begins; a job that was done is no longer done."""
-        self._lines.append({"kind": "retry", "at": utc_now(), **dataclasses.asdict(retry)})
-
     def event(self, name: str, /, **fields: Any) -> None:
-        """Record an event. `fields` are JSON values.
-
-        Raises ValueError if the fields are not those that `manifest/lines.py` requires of this event. After a `lost`
-        event, its `shards` are no longer committed, and the job is no longer done. An event with `kept_as` stays in
-        `State.kept` under that name, until the next one with that name or a `forgotten` event.
-        """
-        self._lines.append(event_line("event", EventLine(name, utc_now(), fields)))
-
-    def done(self, **fields: Any) -> None:
-        """Record that every shard is done."""
-        self._lines.append(event_line("done", EventLine("done", utc_now(), fields)))
+        """Add an event to `events.jsonl`, for people only. `fields` are JSON values."""
+        self._events.append(EventLine(name, utc_now(), fields))
 
     def commit(self) -> None:
-        """Write the buffered lines durably, all or none. Raises LockLost, or OutputError; they then stay buffered."""
-        if self._lines:
+        """Write the buffered lines durably, all or none, and then the events.
+
+        Raises LockLost, or OutputError; they then stay buffered.
+        """
+        if self._lines or self._events:
             self.check_lock()
+        if self._lines:
             self._log.commit(self._lines)
             self._lines.clear()
+        if self._events:
+            append_events(self._folder, self._events)
+            self._events.clear()
 
     def discard(self) -> None:
-        """Forget the lines that are not committed."""
+        """Forget the lines and events that are not committed."""
         self._lines.clear()
+        self._events.clear()
 
     def close(self) -> None:
         """Close the log; lines that are not committed are dropped."""

@@ -95,6 +95,11 @@ class Look:
             if sizes.get(listed.name) != listed.num_bytes:
                 bucket.download(f"{name}/{listed.name}", job.folder.path(f"{name}/{listed.name}"))
 
+    def copy_file(self, job: JobFolder, name: str) -> None:
+        """Bring the copy of a small file up to date."""
+        if self.is_bucket:
+            _copy_files(Bucket(self.named(job), PATIENCE_S), job.folder, (name,))
+
     def parts(self, begun: Sequence[tuple[JobFolder, State]]) -> "PartFiles":
         """The files of all committed parts of these jobs."""
         return PartFiles(self, [(job, state.parts[shard]) for job, state in begun for shard in sorted(state.parts)])

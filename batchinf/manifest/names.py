@@ -74,7 +74,7 @@ def retry_of(incarnation: str) -> int:
 # All that a job or a command makes in an output folder by itself, and files of systems: NFS, macOS.
 _KNOWN = re.compile(
     r"(manifest|parts|staging|journal|images|damaged|retry|repairs|selection|source|logs|telemetry|(old-)?slice-\d+(\.\d+)?)"
-    r"|(job\.yaml|cut\.json|files\.json|status\.json|report\.html|lock(\.stale-.*)?|\.(tmp-|batchinf-|nfs|fuse_hidden).*|\.DS_Store)"
+    r"|(job\.yaml|cut\.json|files\.json|status\.json|events\.jsonl|report\.html|lock(\.stale-.*)?|\.(tmp-|batchinf-|nfs|fuse_hidden).*|\.DS_Store)"
 )
 _MOST_SHOWN = 3
 

@@ -1,37 +1,38 @@
-"""Reads a job's logs: what the job is, which shards are done, what happened. `log.py` writes them."""
+"""Reads a job's logs: what the job is, and which shards are done. `log.py` writes them."""
 
 import re
 import time
-from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import Folder, adapter, reason
+from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
+from batchinf.manifest.format_2 import OldLines
 from batchinf.manifest.lines import (
-    BEGINNING,
-    INPUT_JOB,
-    SPEED,
-    EventLine,
+    KEYS,
+    Beginning,
+    Done,
+    EndedReplica,
     Header,
+    Lost,
     ModelFiles,
+    Platform,
     Retry,
-    SnapshotSums,
     read_line,
-    read_started,
 )
 from batchinf.manifest.versions import check_version
-from batchinf.records import BoolArray, Extent, InputJob, Part, PartCounts, Speed, StartedReplica
+from batchinf.records import BoolArray, Extent, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import follows, num_shards, rows_of_shards
 
-NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
-_BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
+_BEFORE_HEADER = {"beginning", "started", "ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
+_Record = TypeVar("_Record")
 _MAX_LOOKS = 200
 _LOOK_AGAIN_S = 0.01
 
@@ -47,28 +48,27 @@ class State:
     """Of the input's version, one for each extent."""
     limits: dict[int, int | None] = field(default_factory=dict)
     """`input.limit`, by the number of the extent that raised it."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Digests of the model's local files, by name; empty before they are known."""
     committed: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     """[total_shards(extents)]."""
     parts: dict[int, Part] = field(default_factory=dict)
     """By shard."""
     retries: dict[int, Retry] = field(default_factory=dict)
     """By number."""
-    events: deque[EventLine] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_EVENTS))
-    """The last 1,000."""
-    event_counts: Counter[str] = field(default_factory=Counter)
-    """Of all events, by name."""
-    kept: dict[str, EventLine] = field(default_factory=dict)
-    """The last event of each `kept_as`, until it is forgotten."""
+    kept: dict[tuple[type[Any], object], Any] = field(default_factory=dict)
+    """By type and key, the records of `KEYS`, the last one last."""
     device_s: float = 0.0
-    """Sum over all `replica_ended` events."""
-    done: EventLine | None = None
-    """The event of the end; None while there is work left."""
+    """Sum over all replicas that have ended."""
+    had_devices: bool = False
+    """Whether one of these had GPUs."""
+    has_lost: bool = False
+    """Whether a shard has ever lost its part."""
+    done: Done | None = None
+    """None while there is work left."""
     last_epoch: int = 0
     """Of the last log."""
     _header: Header | None = None
-    _running: dict[str, StartedReplica] = field(default_factory=dict)
+    _kinds: set[str] = field(default_factory=set)
+    """Of all lines."""
     _sizes: dict[str, int] = field(default_factory=dict)
     """Of the logs, before they were read."""
 
@@ -78,37 +78,33 @@ class State:
         assert self._header is not None
         return self._header
 
+    def of(self, record: type[_Record]) -> list[_Record]:
+        """The records of a type of `KEYS`."""
+        return [each for (kind, _), each in self.kept.items() if kind is record]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Digests of the model's local files, by name; empty before they are known."""
+        return next((record.files for record in self.of(ModelFiles)), {})
+
     @property
     def has_header(self) -> bool:
         return self._header is not None
 
     @property
     def is_beginning(self) -> bool:
-        """Whether the logs are empty, or have only events of starts that did not finish."""
-        is_empty = not (self._header or self.extents or self.parts)
-        names = {event.name for event in self.events}
-        return is_empty and names <= _BEFORE_HEADER and (self.job_id is not None or not names)
-
-    @property
-    def lowered(self) -> Fields:
-        """The fields of the last `oom_step_down`; none if there was none."""
-        return self.kept["oom_step_down"].fields if "oom_step_down" in self.kept else {}
+        """Whether the logs are empty, or have only lines of starts that did not finish."""
+        return self._kinds <= _BEFORE_HEADER and (self.job_id is not None or not self._kinds)
 
     @property
     def speed(self) -> Speed | None:
-        """The speed of the last run that ended; None if there was none."""
-        return adapter(Speed).validate_python(self.kept[SPEED].fields["speed"]) if SPEED in self.kept else None
-
-    @property
-    def epoch_events(self) -> list[EventLine]:
-        """Those of `events` that are from the last epoch."""
-        events = list(self.events)
-        return events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
+        """The speed of the run that ended the job."""
+        return None if self.done is None else self.done.speed
 
     @property
     def slower(self) -> tuple[str, ...]:
         """What engines of the last epoch did without, if it makes them much slower: a line for each."""
-        settings = [event.fields.get("settings", {}) for event in self.epoch_events if event.name == "ready"]
+        settings = [each.settings for each in self.of(Platform) if each.epoch == self.last_epoch]
         return tuple(dict.fromkeys(line for each in settings for line in each.get("slower", ())))
 
     @property
@@ -128,24 +124,13 @@ class State:
 
     @property
     def has_devices(self) -> bool:
-        """Whether replicas had GPUs, by the starts that the manifest still records."""
-        return any(event.fields.get("devices") for event in self.events if event.name == "replica_started")
-
-    @property
-    def running_replicas(self) -> tuple[StartedReplica, ...]:
-        """Incarnations with a `replica_started` event and no `replica_ended` event."""
-        return tuple(self._running.values())
+        """Whether replicas had GPUs."""
+        return self.had_devices or any(replica.devices for replica in self.of(StartedReplica))
 
     def repairs(self, last: int | None = None) -> tuple[Retry, ...]:
         """The retries that take rows from files, up to this one, in their order."""
         retries = (self.retries[number] for number in sorted(self.retries) if last is None or number <= last)
         return tuple(retry for retry in retries if retry.repair is not None)
-
-    @property
-    def input_job(self) -> InputJob | None:
-        """The job whose output this one reads, as it was when its rows were last taken in."""
-        event = self.kept.get(INPUT_JOB)
-        return self.header.input_job if event is None else adapter(InputJob).validate_python(event.fields["input_job"])
 
     @property
     def counts(self) -> PartCounts:
@@ -178,38 +163,44 @@ class State:
 
     def apply(self, fields: Fields) -> None:
         """Apply a line; unknown kinds are ignored. Raises LookupError or ValueError if it cannot follow."""
+        self._kinds.add(fields["kind"])
         match read_line(fields):
             case Part() as part:
                 self.note(part)
-            case EventLine() as event:
-                self._apply_event(fields["kind"], event)
+            case Extent() as extent:
+                self._extend(extent, fields)
             case Retry() as retry:
                 self.note_retry(retry)
-            case ModelFiles(files):
-                self.files = files
+            case Lost(shards):
+                self._lose(shards)
+            case Done() as done:
+                self.done = done
+            case Beginning(job_id):
+                self.job_id = job_id
             case Header() as header:
                 self._header = header
                 self.job_id = header.job_id
-            case Extent() as extent:
-                self._extend(extent, fields)
-            case SnapshotSums() as snapshot:
-                self._begin_with(snapshot)
+            case EndedReplica() as ended:
+                self._note_ended(ended)
+            case record if type(record) in KEYS:
+                self._keep(record)
 
-    def _apply_event(self, kind: str, event: EventLine) -> None:
-        match kind:
-            case "event":
-                self._happened(event)
-            case "counted_event":
-                self.events.append(event)
-            case "kept_event":
-                self.kept[event.fields["kept_as"]] = event
-            case "done":
-                self.done = event
+    def _note_ended(self, ended: EndedReplica) -> None:
+        self.kept.pop((StartedReplica, ended.incarnation), None)
+        self.device_s += ended.device_s
+        self.had_devices |= ended.has_devices
 
-    def _begin_with(self, snapshot: SnapshotSums) -> None:
-        self.device_s = snapshot.device_s
-        self.event_counts = Counter(snapshot.event_counts)
-        self._running = {replica.incarnation: replica for replica in snapshot.running_replicas}
+    def _keep(self, record: Any) -> None:
+        place = (type(record), getattr(record, KEYS[type(record)] or "__class__"))
+        self.kept.pop(place, None)
+        if not getattr(record, "is_over", False):
+            self.kept[place] = record
+
+    def _lose(self, shards: list[int]) -> None:
+        self.has_lost = True
+        self.done = None
+        for shard in shards:
+            self.forget(shard)
 
     def _extend(self, extent: Extent, line: Fields) -> None:
         if not follows(self.extents, extent):
@@ -220,25 +211,6 @@ class State:
         self.source_fingerprints += (line["source_fingerprint"],)
         self.committed = np.concatenate([self.committed, np.zeros(num_shards(extent), dtype=np.bool_)])
         self.done = None
-
-    def _happened(self, event: EventLine) -> None:
-        self.events.append(event)
-        self.event_counts[event.name] += 1
-        if event.name == "forgotten":
-            self.kept.pop(event.fields["kept_as"], None)
-        elif "kept_as" in event.fields:
-            self.kept[event.fields["kept_as"]] = event
-        if event.name == BEGINNING:
-            self.job_id = event.fields["job_id"]
-        elif event.name == "replica_started":
-            self._running[event.fields["incarnation"]] = read_started(event)
-        elif event.name == "replica_ended":
-            self._running.pop(event.fields["incarnation"], None)
-            self.device_s += event.fields["device_s"]
-        elif event.name == "lost":
-            self.done = None
-            for shard in event.fields["shards"]:
-                self.forget(shard)
 
 
 def read_state(folder: Folder, known: State | None = None) -> State | None:
@@ -258,7 +230,7 @@ def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
 
 
 def read_beginning(folder: Folder) -> State:
-    """The state also of a job without a header: id, replicas and events of unfinished starts. Empty without any."""
+    """The state also of a job without a header: id and replicas of unfinished starts. Empty without any."""
     return _read(folder, None)
 
 
@@ -306,8 +278,9 @@ def list_logs(folder: Folder) -> list[tuple[int, str]]:
 
 def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
     state = State()
+    old = OldLines()
     for _, name in logs[_first_needed(folder, logs) :]:
-        state = _read_log(folder, name, state)
+        state = _read_log(folder, name, state, old)
     if state.has_header:
         state.last_epoch = logs[-1][0]
     elif not state.is_beginning:
@@ -324,7 +297,7 @@ def _first_needed(folder: Folder, logs: list[tuple[int, str]]) -> int:
     return 0
 
 
-def _read_log(folder: Folder, name: str, before: State) -> State:
+def _read_log(folder: Folder, name: str, before: State, old: OldLines) -> State:
     """The state after a log. A snapshot starts afresh; one without its end is ignored."""
     state = before
     replaced = list[str]()
@@ -340,7 +313,8 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
                 replaced = fields["replaces"]
             elif fields["kind"] == "snapshot_end":
                 replaced = []
-            state.apply(fields)
+            for line in (fields,) if fields["kind"] == "part" else old.translated(fields):
+                state.apply(line)
         except (LookupError, ValueError) as error:
             raise damage(folder, name, f"line {number} contradicts the lines before it") from error
     if any(not folder.exists(log) for log in replaced):

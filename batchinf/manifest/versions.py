@@ -45,7 +45,7 @@ def check_current(folder: Folder, header: Header, *, is_done: bool) -> None:
     if is_done:
         way_out = f"run its rows in a new job with input.exclude.job, or use batchinf of commit {commit}"
     raise OutputError(
-        f"{folder.root} holds a job in format version {header.format_version}, and this batchinf runs rows only in "
+        f"{folder.root} holds a job in format version {header.format_version}, and this batchinf runs and repairs only "
         f"version {FORMAT_VERSION}: {way_out}"
     )
 

@@ -9,6 +9,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
     retry/000001.positions-1f2e…      the same of retries
     source/versions/1f2e….json        where the rows of the input are, for `--extend`
     telemetry/000003.jsonl            of the reports, one file for each start
+    events.jsonl                      for people
     lock, status.json, job.yaml       see `manifest.bucket_lock`; the last writer of the others wins
 """
 
@@ -34,6 +35,7 @@ from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
+from batchinf.manifest.events import EVENTS_FILE
 from batchinf.manifest.lock import TAKEOVER_AFTER_S, LockLost
 from batchinf.manifest.names import (
     TELEMETRY_FOLDER,
@@ -46,7 +48,7 @@ from batchinf.manifest.names import (
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output.bundles import Piece, bundled, unbundled, whole_segments
 from batchinf.output.journal import num_results, place_of
-from batchinf.output.restore import fetch_selection
+from batchinf.output.restore import fetch_selection, restore_events
 from batchinf.output.ticks import next_upload_at
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
@@ -151,6 +153,7 @@ class Mirror:
         if _job_id(self._folder) != before:
             for name in ("staging", "journal", IMAGES_FOLDER, RUN_FOLDER, RETRY_FOLDER):
                 shutil.rmtree(self._folder.path(name), ignore_errors=True)
+            self._folder.delete(EVENTS_FILE)
         if not self.chain.commits and listing.result():
             raise OutputError(
                 f"{self.url} holds parts of a job without its manifest: give the new job another output.path, or "
@@ -166,6 +169,7 @@ class Mirror:
         """Restore all that a start needs, with the lock held. Returns the last epoch."""
         listing = on_thread(partial(self._bucket.list, "parts"))
         bundles = on_thread(partial(self._bucket.list, "journal"))
+        events = on_thread(partial(self._bucket.get, EVENTS_FILE))
         self._restore(listing)
         state = read_state(self._folder)
         self._folder.make("staging", "journal", "parts")
@@ -178,6 +182,7 @@ class Mirror:
         _finish(partial(self._stage, shard) for shard in shards if shard is not None and shard not in committed)
         self._dropped = {shard: part.retry for shard, part in committed.items()}
         self._restore_journal(bundles.result())
+        restore_events(self._folder, events.result())
         return self.chain.last_epoch
 
     def _stage(self, shard: int) -> tuple[str, str, str] | None:
@@ -439,7 +444,7 @@ class Mirror:
 
     def _put_last(self) -> None:
         """Upload what only informs, unless the bucket has it as it is now."""
-        names = ("status.json", "job.yaml", self._telemetry)
+        names = ("status.json", "job.yaml", self._telemetry, EVENTS_FILE)
         self._put(
             *(name for name in names if self._folder.exists(name) and _mark(self._folder.path(name)) not in self._sent)
         )
@@ -485,7 +490,7 @@ class Mirror:
                     self._put("status.json")
                 if time.monotonic() >= next_telemetry:
                     next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
-                    self._put(self._telemetry)
+                    self._put(self._telemetry, EVENTS_FILE)
                 if is_behind or time.monotonic() >= next_tick:
                     next_tick = next_upload_at(time.monotonic(), self._interval_s)
                     is_behind = False  # after an error, at the next tick

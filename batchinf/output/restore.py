@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
-from batchinf.base.bucket import Bucket, together
+from batchinf.base.bucket import Bucket, Object, together
 from batchinf.base.slices import CUT_RECORD, FILES_RECORD
 from batchinf.base.storage import Folder
+from batchinf.manifest.events import EVENTS_FILE
 from batchinf.manifest.state import State
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name, read_positions
 
@@ -47,3 +48,9 @@ def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
             folder.write_atomic(name, there.data)
         elif is_alone:
             folder.delete(name)
+
+
+def restore_events(folder: Folder, found: Object | None) -> None:
+    """Make the folder's events those of the bucket, unless they go on from these. found: in the bucket."""
+    if found is not None and not (folder.exists(EVENTS_FILE) and folder.read(EVENTS_FILE).startswith(found.data)):
+        folder.write_atomic(EVENTS_FILE, found.data, durable=False)

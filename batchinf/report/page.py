@@ -17,6 +17,8 @@ from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.commands.whole_row import build_again
 from batchinf.fleet.status import read_looks
 from batchinf.job.pictures import Picture, Pictures
+from batchinf.manifest.events import EVENTS_FILE, read_events
+from batchinf.manifest.lines import Platform
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
@@ -87,9 +89,9 @@ def _facts(out: str, price: float | None) -> dict[str, Any]:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
     for job, _ in begun:
         look.copy_folder(job, TELEMETRY_FOLDER)
-    history = timeline(
-        {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
-    )
+        look.copy_file(job, EVENTS_FILE)
+    jobs = [(str(job.slice or ""), job.folder) for job, _ in begun]
+    history = timeline({name: (functools.partial(read_looks, folder), read_events(folder)) for name, folder in jobs})
     rows = row_figures(look)
     replicas = _replicas(history)
     return {
@@ -261,11 +263,8 @@ def _spec_text(folder: Folder) -> str:
 def _platforms(states: Sequence[State]) -> list[dict[str, str]]:
     """The devices, versions and settings of the engines, each kind once."""
     platforms: dict[str, dict[str, str]] = {}
-    for event in (event for state in states for event in [*state.kept.values(), *state.events]):
-        if event.name == "ready":
-            settings = event.fields.get("settings", {})
-            values = {"device": event.fields.get("device", ""), **event.fields.get("versions", {})}
-            values |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-            platform = {clip(str(name), 60): clip(str(value), 200) for name, value in values.items()}
-            platforms[repr(platform)] = platform
+    for each in (platform for state in states for platform in state.of(Platform)):
+        settings = {name: each.settings[name] for name in _SETTINGS if each.settings.get(name) is not None}
+        platform = {clip(str(name), 60): clip(str(value), 200) for name, value in {**each.values, **settings}.items()}
+        platforms[repr(platform)] = platform
     return list(platforms.values())

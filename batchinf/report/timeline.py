@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from batchinf.base.text import clip, duration
 from batchinf.fleet.status import ON_TRIAL
-from batchinf.manifest.lines import EventLine
+from batchinf.manifest.events import EventLine
 
 Phase = Literal["starting", "busy", "idle", "waiting for the disk", "down", "stopped"]
 PHASES: tuple[Phase, ...] = ("busy", "idle", "waiting for the disk", "starting", "down", "stopped")
@@ -357,11 +357,12 @@ def _pauses(clock: _Clock) -> Iterator[Mark]:
 def _marks(name: str, events: Sequence[EventLine], clock: _Clock) -> Iterator[Mark]:
     """Replicas that ended with a cause, and were not told to; and resumes that came too soon to be a pause."""
     prefix = f"slice {name}: " if name else ""
-    replicas = {e.fields["incarnation"]: e.fields.get("replica", 0) for e in events if e.name == "replica_started"}
+    starts = [event.fields for event in events if event.name == "replica_started"]
+    replicas = {fields.get("incarnation"): fields.get("replica", 0) for fields in starts}
     num_epochs = 0
     for event in events:
         if event.name == "replica_ended" and event.fields.get("cause"):
-            replica = replicas.get(event.fields["incarnation"], "?")
+            replica = replicas.get(event.fields.get("incarnation"), "?")
             cause = clip(str(event.fields["cause"]), 300)
             yield Mark("restart", clock.work_s(event.time), event.at, f"{prefix}replica {replica} ended: {cause}")
         elif event.name == "epoch":

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import BatchinfError, Interrupted
-from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.coordinator.ending import Summary
-from batchinf.fleet.speed import times_of
-from batchinf.manifest.state import read_state
 from batchinf.tuning.candidates import Settings
 
 # Runs a job with these overrides of the spec, as `batchinf.run` does.
@@ -71,7 +68,6 @@ def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run
     began = time.monotonic()
     try:
         summary = run({**sample, **settings, **output})
-        state = read_state(Folder(place))
     except Interrupted:
         raise
     except BatchinfError as error:
@@ -81,8 +77,7 @@ def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run
         with contextlib.suppress(OSError):  # the user's folder may hold more
             folder.rmdir()
     speed = summary.speed
-    assert speed is not None and state is not None
-    up = times_of(state.events, "ready")
+    assert speed is not None
     return TuneTrial(
         settings,
         num_rows,
@@ -92,5 +87,5 @@ def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run
         start_s=speed.run_s - speed.work_s,
         work_s=speed.work_s,
         num_devices=speed.num_gpus,
-        late_s=max(up) - min(up),
+        late_s=speed.late_s,
     )

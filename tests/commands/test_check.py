@@ -471,7 +471,7 @@ def test_a_manifest_that_is_damaged_inside_is_named_and_made_anew(out: pathlib.P
     assert (out / "damaged" / "000001.jsonl").read_bytes() == hurt
     state = jobs.state_of(out)
     assert (len(state.parts), state.is_done) == (len(before), False)
-    assert state.event_counts["replica_started"] == 1
+    assert state.device_s > 0
     part(out, 2).write_bytes(b"hurt too")
     assert_goes_on(out)
     after = {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()}
@@ -552,7 +552,7 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
         line = f"warning: journal/{name} is damaged; it is kept as damaged/{name}, and its results run again\n"
         assert said.count(line) == 1, f"seed {seed}"
     assert {path.name: path.read_bytes() for path in (out / "damaged").iterdir()} == before
-    events = [event.fields for event in jobs.state_of(out).events if event.name == "journal_damaged"]
+    events = jobs.events_of(out, "journal_damaged")
     assert {(event["segment"], event["moved_to"]) for event in events} == {
         (f"journal/{name}", f"damaged/{name}") for name in before
     }

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from batchinf.commands import verify
 from batchinf.commands.reference import Reference
 from batchinf.commands.verify import Deviations, StoredNumbers, stored_numbers
 from batchinf.job import begun
+from batchinf.manifest.lines import Platform, record_line
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Request, Scoring, Span
 from batchinf.results import Results
@@ -133,8 +135,9 @@ def test_what_was_altered_is_found(
 def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance: float, job: pathlib.Path) -> None:
     file = read_spec(job)
     with begun.open_begun(file, file.spec.output.path) as (opened, state):
-        event = next(event for event in state.events if "device" in event.fields)
-        event.fields["device"] = device
+        [platform] = state.of(Platform)
+        state.kept = {}
+        state.apply(record_line(replace(platform, device=device)))
         assert verify._tolerance(opened, state, Results(file.spec.output.path), dtype) == tolerance
 
 

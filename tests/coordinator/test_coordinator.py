@@ -29,8 +29,12 @@ from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
+<<<<<<< HEAD
 from batchinf.records import Lease, Part
 from batchinf.replica.in_flight import RECORD_BYTES
+=======
+from batchinf.records import Lease, Part, StartedReplica
+>>>>>>> step2
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -214,7 +218,7 @@ def test_a_crash_costs_at_most_an_interval_of_finished_requests(tmp_path: pathli
     started = [event["incarnation"] for event in jobs.events_of(out, "replica_started")]
     assert sorted(ended) == sorted(started)
     assert all(ended[incarnation] > 0.5 for incarnation in started[:2])  # the resume may take less
-    assert jobs.state_of(out).running_replicas == ()
+    assert jobs.state_of(out).of(StartedReplica) == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import counted, without_numbers
 from batchinf.commands.status import _job_state
 from batchinf.coordinator.ending import Failure, _image_folder, finished
-from batchinf.manifest.lines import EventLine
+from batchinf.manifest.lines import Platform, record_line
 from batchinf.manifest.lock import Holder
 from batchinf.manifest.state import read_state
 from batchinf.output import journal
@@ -265,22 +265,22 @@ def test_nothing_is_tidied_up_while_a_process_may_hold_the_job(tmp_path: pathlib
 
 
 def test_what_engines_did_without_is_told_in_the_closing_lines_and_by_status(tmp_path: pathlib.Path) -> None:
-    """A scripted engine has all it needs. So the job's last epoch gets the event of a replica with vLLM here."""
+    """A scripted engine has all it needs. So the job's last epoch gets the record of an engine of vLLM here."""
     spec = jobs.spec_of(tmp_path, **QUICK)
     jobs.finish(spec)
     file = read_spec(str(spec), ())
     state = read_state(Folder(tmp_path / "out"))
     assert state is not None and state.slower == ()
     lines = ["vLLM 0.32.9: the loops are off; steps take longer", "vLLM 0.32.9: the kernel is off; steps take longer"]
-    for _ in range(2):  # two replicas alike
-        state.events.append(EventLine("ready", "", {"settings": {"slower": lines}}))
+    for device in ("a", "b"):  # two replicas on different devices
+        state.apply(record_line(Platform(device, {}, {"slower": lines}, state.last_epoch)))
     told = finished(file, state).lines()
     assert [line for line in told if "0.32.9" in line] == lines
     assert not any("0.32.9" in line for line in finished(file, state, was_done=True).lines())  # no engine ran
     [folder] = job_folders(str(tmp_path / "out"))
     job = _job_state(folder, state)
     assert (job.slower, [line for line in job.lines(None) if "0.32.9" in line]) == (tuple(lines), lines)
-    state.events.append(EventLine("epoch", "", {}))
+    state.last_epoch += 1
     assert state.slower == ()
 
 

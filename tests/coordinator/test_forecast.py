@@ -9,8 +9,7 @@ import pytest
 import jobs
 from batchinf.base.text import size_text, time_text
 from batchinf.coordinator.ending import _idle_s
-from batchinf.manifest.lines import EventLine
-from batchinf.manifest.state import State
+from batchinf.manifest.events import EVENTS_FILE, EventLine
 
 
 @pytest.mark.parametrize(
@@ -35,21 +34,18 @@ def test_engines_that_start_or_end_run_no_rows() -> None:
         return EventLine(name, f"2026-01-01T00:00:{second:02d}+00:00", fields)
 
     devices: dict[str, object] = {"devices": ["0"], "num_devices": 0.5}
-    state = State()
-    state.events.extend(
-        [
-            at(0, "replica_started", replica=0, incarnation="a", **devices),
-            at(0, "replica_started", replica=1, incarnation="b", **devices),
-            at(10, "ready", replica=0),
-            at(10, "ready", replica=1),
-            at(15, "all_committed"),
-            at(18, "replica_ended", incarnation="a", device_s=9.0),
-            at(19, "replica_ended", incarnation="b", device_s=9.5),
-            at(20, "replica_started", replica=0, incarnation="c", **devices),
-            at(27, "replica_ended", incarnation="c", device_s=3.5),
-        ]
-    )
-    assert 9.0 + 9.5 + 3.5 - _idle_s(state) == 2 * 0.5 * 5.0
+    events = [
+        at(0, "replica_started", replica=0, incarnation="a", **devices),
+        at(0, "replica_started", replica=1, incarnation="b", **devices),
+        at(10, "ready", replica=0),
+        at(10, "ready", replica=1),
+        at(15, "all_committed"),
+        at(18, "replica_ended", incarnation="a", device_s=9.0),
+        at(19, "replica_ended", incarnation="b", device_s=9.5),
+        at(20, "replica_started", replica=0, incarnation="c", **devices),
+        at(27, "replica_ended", incarnation="c", device_s=3.5),
+    ]
+    assert 9.0 + 9.5 + 3.5 - _idle_s(events) == 2 * 0.5 * 5.0
 
 
 def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:
@@ -73,3 +69,8 @@ def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:
     assert found is not None, done.stdout
     assert int(found[1]) <= max(1, state.device_s - 7.5)
     assert "do not fill the engines, which run 64 requests at once" in done.stdout
+    # It is for people: without its events, only the forecast is missing.
+    (tmp_path / "out" / EVENTS_FILE).unlink()
+    again = jobs.finish(spec)
+    assert "forecast" not in again.stdout
+    assert again.stdout.startswith(f"was already done: {num_run} output rows")

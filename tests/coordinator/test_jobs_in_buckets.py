@@ -13,6 +13,7 @@ import pytest
 import stores
 
 import jobs
+from batchinf.manifest.events import EVENTS_FILE
 
 pytestmark = [pytest.mark.fewer_rows]
 
@@ -85,8 +86,28 @@ def test_killed_and_gone_on_with_on_an_empty_machine(
     _is_whole(url)
     # Parts are final, those too that were uploaded and not committed.
     assert {name: stores.read(url, f"parts/{name}") for name in found} == before
-    lost = [line for line in stores.lines(url) if line.get("name") == "lost"]
-    assert not lost
+    assert not [line for line in stores.lines(url) if line["kind"] == "lost"]
+
+
+def test_the_events_of_all_starts_are_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url, **SLOW)
+    work = tmp_path / "work"
+    process = jobs.start("run", spec, **store.environment)
+    jobs.wait_until(lambda: len(stores.names(url, "parts")) >= 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    first = stores.read(url, EVENTS_FILE)
+    assert first == (work / EVENTS_FILE).read_bytes()
+    # Another machine, whose work folder has the events of another job.
+    stores.lose_host(tmp_path)
+    work.mkdir()
+    (work / EVENTS_FILE).write_bytes(b'{"at": "2020-01-01T00:00:00+00:00", "name": "epoch", "epoch": 9}\n')
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)
+    assert stores.read(url, EVENTS_FILE).startswith(first)
+    assert [event["epoch"] for event in stores.events(url, "epoch")] == [1, 2]
+    assert jobs.run("report", url, "-o", tmp_path / "page.html", **store.environment).returncode == 0
 
 
 def test_what_a_killed_process_left_of_a_finished_job_goes(
@@ -121,7 +142,7 @@ def test_requests_in_the_bucket_do_not_run_again(url: str, store: stores.Proxy, 
     assert len(stores.names(url, "journal")) == 6 and num_stored >= 6
     jobs.finish(stores.spec_of(tmp_path, url, **{**slow, "scripted": {"step_s": 0.0}}), **store.environment)
     _is_whole(url)
-    [recovered] = [line for line in stores.lines(url) if line.get("name") == "recovered"]
+    [recovered] = stores.events(url, "recovered")
     assert recovered["num_requests"] == num_stored
 
 
@@ -450,7 +471,7 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
     jobs.finish(spec, **store.environment)
     assert {name: stores.read(url, f"parts/{name}") for name in before} == before
     assert stores.rows(url) == jobs.rows_of(tmp_path / "local" / "out")
-    kept = [line["num_requests"] for line in stores.lines(url) if line.get("name") == "recovered"]
+    kept = [event["num_requests"] for event in stores.events(url, "recovered")]
     assert sum(kept) == num_stored > 0
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     verified = jobs.run("verify", spec, "-n", "4", "--json", **store.environment, **cache)

@@ -16,6 +16,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.commands.check import check_job
+from batchinf.manifest.events import EVENTS_FILE
 from batchinf.manifest.names import parse_staging_name
 
 pytestmark = pytest.mark.fewer_rows
@@ -102,6 +103,30 @@ def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
         assert (after.parts, after.device_s) == (before.parts, before.device_s)
     jobs.finish(spec)
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
+
+
+@pytest.mark.parametrize(
+    "hurt", [None, b"", b'{"at": "2026', b"[]\n\xff\n{}\n" * 1000], ids=["gone", "empty", "torn", "other"]
+)
+def test_no_run_reads_the_events(hurt: bytes | None, tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS, parallel={"data_parallel_size": 1}), tmp_path / "out"
+    # A row kills the engine once, and the coordinator is killed while the search for it is open.
+    faults = "engine.prompt.137:*=die,coordinator.after_publish=kill"
+    assert jobs.run("run", spec, faults=faults).returncode == -9
+    before = jobs.state_of(out)
+    assert jobs.events_of(out, "replica_started")
+    (out / EVENTS_FILE).unlink()
+    if hurt is not None:
+        (out / EVENTS_FILE).write_bytes(hurt)
+    after = jobs.state_of(out)
+    assert (after.parts, after.kept, after.device_s) == (before.parts, before.kept, before.device_s)
+    done = jobs.run("run", spec, faults="engine.prompt.137:*=die")
+    rows = jobs.rows_of(out)
+    assert [row["row_index"] for row, good in zip(rows, jobs.unhurt(), strict=True) if row != good] == [137]
+    assert rows[137]["error_type"] == "engine_death", done.stderr
+    assert len(jobs.events_of(out, "epoch")) == 1  # that of the second run, whole
+    assert jobs.run("report", out).returncode == 0
+    assert jobs.run("status", out).returncode == 0
 
 
 def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) -> None:

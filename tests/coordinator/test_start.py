@@ -20,6 +20,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.manifest.commit_log import read_lines
 from batchinf.manifest.state import read_beginning, read_state
+from batchinf.records import StartedReplica
 
 NUM_ROWS = 80
 OUTPUT = {"rows_per_shard": 8}
@@ -100,7 +101,7 @@ def check_accounts(out: pathlib.Path) -> None:
     started = [event["incarnation"] for event in jobs.events_of(out, "replica_started")]
     ended = jobs.events_of(out, "replica_ended")
     assert sorted(started) == sorted(event["incarnation"] for event in ended)
-    assert not state.running_replicas
+    assert not state.of(StartedReplica)
     assert state.device_s == pytest.approx(sum(event["device_s"] for event in ended))
 
 
@@ -131,9 +132,7 @@ def test_the_engine_and_the_input_in_either_order(
     assert len(jobs.events_of(held.out, "replica_started")) == len(jobs.events_of(held.out, "ready")) == 1
     check_accounts(held.out)
     lines = log_of(held.out)
-    assert [line.get("name", line["kind"]) for line in lines[:4]] == [
-        *("beginning", "replica_started", "header", "extent")
-    ]
+    assert [line["kind"] for line in lines[:4]] == ["beginning", "started", "header", "extent"]
     assert lines[0]["job_id"] == lines[2]["job_id"]
 
 
@@ -272,9 +271,9 @@ def test_what_is_wrong_is_said_and_no_replica_stays(wrong: str, prompts: pathlib
     folder = Folder(tmp_path / "out")
     assert (read_state(folder) is not None) == has_begun
     state = read_state(folder) or read_beginning(folder)
-    assert state.event_counts["replica_started"] - before == (2 if starts else 0)
+    assert len(jobs.events_of(tmp_path / "out", "replica_started")) - before == (2 if starts else 0)
     if starts or not has_begun:
-        assert not state.running_replicas
+        assert not state.of(StartedReplica)
     if wrong in ("no such file", "no such model"):
         assert not folder.root.exists()
     (tmp_path / "prompts.jsonl").write_text(prompts.read_text())
@@ -308,7 +307,7 @@ def test_a_coordinator_that_is_killed(
     status = jobs.run("status", held.out)
     assert (status.returncode, "holds no job" in status.stderr) == (2, True)
     before = read_beginning(Folder(held.out))
-    groups = {started.identity["pgid"] for started in before.running_replicas}
+    groups = {started.identity["pgid"] for started in before.of(StartedReplica)}
     assert groups == {replica.pid for replica in held.replicas}
     jobs.finish(held.spec)
     assert jobs.are_gone(held.everyone)
@@ -316,7 +315,7 @@ def test_a_coordinator_that_is_killed(
     assert jobs.state_of(held.out).header.job_id == before.job_id
     assert len(jobs.events_of(held.out, "replica_started")) == 4
     ended = [event["incarnation"] for event in jobs.events_of(held.out, "replica_ended")]
-    assert sorted(ended[:2]) == sorted(started.incarnation for started in before.running_replicas)
+    assert sorted(ended[:2]) == sorted(started.incarnation for started in before.of(StartedReplica))
     check_accounts(held.out)
 
 
@@ -341,7 +340,7 @@ def test_ctrl_c(prompts: pathlib.Path, plain_rows: list[dict[str, Any]], tmp_pat
     code, errors = held.go_on()
     assert code == 75, errors
     assert jobs.are_gone(held.everyone)
-    assert [line["name"] for line in log_of(held.out)[-2:]] == ["replica_ended"] * 2
+    assert [line["kind"] for line in log_of(held.out)[-2:]] == ["ended"] * 2
     jobs.finish(held.spec)
     assert jobs.rows_of(held.out) == plain_rows
     check_accounts(held.out)
@@ -380,7 +379,7 @@ def test_a_disk_that_is_full_at_the_header(
     code, _, errors = jobs.end(process)
     assert (code, "no space left" in error_line(errors)) == (2, True)
     assert read_state(Folder(out)) is None
-    assert [line["name"] for line in log_of(out)[-2:]] == ["replica_ended"] * 2
+    assert [line["kind"] for line in log_of(out)[-2:]] == ["ended"] * 2
     jobs.finish(spec)
     assert jobs.rows_of(out) == plain_rows
 

@@ -21,6 +21,7 @@ BEGUN = (
     ".", "manifest", "manifest/*.jsonl", "parts", "parts/*.parquet", "staging", "journal", "journal/*", "source",
     "source/files.json", "source/*.offsets", "source/versions", "source/versions/*", "selection",
     "selection/*.positions", "telemetry", "telemetry/*", "logs", "job.yaml", "cut.json", "lock", "status.json",
+    "events.jsonl",
 )  # fmt: skip
 RETRIED = ("retry", "retry/*.positions", "parts/*.parquet", "manifest/*.jsonl", "selection/*.positions", "journal/*")
 STEPS = (200, 330)

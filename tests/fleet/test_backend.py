@@ -15,6 +15,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
 from batchinf.fleet.engine_defaults import MEASUREMENT
 from batchinf.fleet.local.backend import LocalBackend
+from batchinf.records import StartedReplica
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
@@ -58,7 +59,7 @@ def test_a_job_on_threads_has_the_rows_of_one_on_processes(tmp_path: pathlib.Pat
     out = tmp_path / "out"
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert backends_of(out) == ["in-process"] * 2
-    assert jobs.state_of(out).running_replicas == ()
+    assert jobs.state_of(out).of(StartedReplica) == []
     assert {event["replica"] for event in jobs.events_of(out, "ready")} == {0, 1}
 
 

@@ -1,6 +1,7 @@
 """Which row kills engines, without processes: the real quarantine and replicas over engines that are simulated."""
 
 import itertools
+import json
 import math
 import pathlib
 import random
@@ -20,7 +21,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.quarantine import Case, Quarantine, case_of
-from batchinf.manifest.lines import EventLine, event_line
+from batchinf.manifest.lines import Condemned, Suspects, record_line
 from batchinf.manifest.state import State
 from batchinf.records import EngineInfo, EngineStats, Lease
 from batchinf.replica.messages import CONDEMNED, Assign, InFlightRequest, LeaseDone, Progress, Ready, Trial
@@ -176,7 +177,7 @@ class Job:
         rows_per_shard = self.random.randint(1, 2 * world.window)
         self.order = RunOrder(Folder(folder), (extent_of_all(0, world.num_rows, rows_per_shard, 0),))
         self.is_done = np.zeros(total_shards(self.order.extents), np.bool_)
-        self.kept: dict[str, EventLine] = {}
+        self.state = State()
         self.names = map(str, itertools.count())
 
     def run(self) -> None:
@@ -190,20 +191,16 @@ class Job:
         self.work()
 
     def read_manifest(self) -> None:
-        state = State()
-        state.kept = dict(self.kept)
         own: Any = self
-        self.quarantine = Quarantine(self.order, state, self.is_done, fleet=own, manifest=own)
+        self.quarantine = Quarantine(self.order, self.state, self.is_done, fleet=own, manifest=own)
 
     # In the place of the manifest and of the fleet.
 
+    def record(self, record: Any) -> None:
+        self.state.apply(json.loads(json.dumps(record_line(record))))
+
     def event(self, name: str, /, **fields: Any) -> None:
-        event = EventLine(name, "2026-01-01T00:00:00+00:00", fields)
-        event_line("event", event)
-        if name == "forgotten":
-            del self.kept[fields["kept_as"]]
-        elif "kept_as" in fields:
-            self.kept[fields["kept_as"]] = event
+        """Only people read events."""
 
     def give(self, replica: FleetReplica, message: Assign | Trial) -> None:
         replica.give(message.leases, begins_at_once=isinstance(message, Trial))
@@ -288,7 +285,7 @@ def run(world: World, num_runs: int = 1) -> None:
             job.run()
     if job.is_done.all():
         assert world.stored == set(range(world.num_rows))
-        assert not job.kept, "what no row needs any more is forgotten"
+        assert (job.state.of(Suspects), job.state.of(Condemned)) == ([], []), "what no row needs any more is forgotten"
 
 
 @st.composite

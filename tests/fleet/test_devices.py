@@ -1,18 +1,15 @@
 """A mix of devices or versions within a job: told, or refused before any of its rows is committed."""
 
 import pathlib
-from collections import deque
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 import jobs
 from batchinf.base.errors import DriftError
-from batchinf.fleet.devices import Platforms, kept_as
-from batchinf.manifest.lines import EventLine
+from batchinf.fleet.devices import Platforms
+from batchinf.manifest.lines import Platform, record_line
 from batchinf.manifest.state import State
-from batchinf.records import EngineInfo
 
 VERSIONS = {"batchinf": "0.1.0", "python": "3.11.7", "vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.1.0",
             "cuda": "13.0", "driver": "580.1"}  # fmt: skip
@@ -20,19 +17,15 @@ TOLD = "warning: replica 1 runs on another device or with other versions than ea
 REFUSED = "same_device is true, but replica 1 is on another device or version than earlier rows of this job: "
 
 
-def engine(device: str = "NVIDIA H100 80GB HBM3", **versions: str) -> EngineInfo:
-    return EngineInfo(4096, 256, 32000, device, {**VERSIONS, **versions})
+def engine(device: str = "NVIDIA H100 80GB HBM3", **versions: str) -> Platform:
+    return Platform(device, {**VERSIONS, **versions}, {}, 1)
 
 
-def after(*engines: EngineInfo, kept: bool = True) -> State:
+def after(*engines: Platform) -> State:
     """What a manifest says after replicas with these engines were ready."""
     state = State()
-    for info in engines:
-        fields: dict[str, Any] = {"replica": 0, "device": info.device, "versions": info.versions}
-        if kept:
-            state.kept[kept_as(info)] = EventLine("ready", "", {**fields, "kept_as": kept_as(info)})
-        else:
-            state.events.append(EventLine("ready", "", fields))
+    for platform in engines:
+        state.apply(record_line(platform))
     return state
 
 
@@ -43,7 +36,6 @@ def test_all_alike_is_nothing_to_say(wanted: bool) -> None:
     assert [platforms.admit(number, engine()) for number in range(3)] == [None] * 3
 
 
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(
     ("now", "changes"),
     [
@@ -52,13 +44,13 @@ def test_all_alike_is_nothing_to_say(wanted: bool) -> None:
         (engine(torch="2.14.0", cuda="13.1"), "cuda 13.0 -> 13.1, torch 2.13.0 -> 2.14.0"),
         (engine("NVIDIA H200", transformers="5.2.0"),
          "device NVIDIA H100 80GB HBM3 -> NVIDIA H200, transformers 5.1.0 -> 5.2.0"),
-        (EngineInfo(1, 1, 1, "none", {"batchinf": "0.1.0", "engine": "scripted"}),
+        (Platform("none", {"batchinf": "0.1.0", "engine": "scripted"}, {}, 1),
          "device NVIDIA H100 80GB HBM3 -> none, cuda 13.0 -> absent, engine absent -> scripted, "
          "torch 2.13.0 -> absent, transformers 5.1.0 -> absent, vllm 0.32.0 -> absent"),
     ],
 )  # fmt: skip
-def test_another_is_told_once_or_refused(kept: bool, now: EngineInfo, changes: str) -> None:
-    platforms = Platforms(after(engine(), kept=kept), False)
+def test_another_is_told_once_or_refused(now: Platform, changes: str) -> None:
+    platforms = Platforms(after(engine()), False)
     warning = platforms.admit(1, now)
     assert warning is not None
     assert warning.startswith(TOLD)
@@ -66,7 +58,7 @@ def test_another_is_told_once_or_refused(kept: bool, now: EngineInfo, changes: s
         assert warning == f"{TOLD}{changes}; `same_device: true` would refuse that"
     assert platforms.admit(0, now) is None
     with pytest.raises(DriftError) as refused:
-        Platforms(after(engine(), kept=kept), True).admit(1, now)
+        Platforms(after(engine()), True).admit(1, now)
     assert str(refused.value) == f"{REFUSED}{changes}; run the job where it began, or set same_device to false"
 
 
@@ -88,14 +80,6 @@ def test_two_replicas_of_one_start_that_differ() -> None:
     assert platforms.admit(0, engine()) is None
     with pytest.raises(DriftError):
         platforms.admit(1, engine("NVIDIA H200"))
-
-
-def test_more_events_than_a_state_holds_hide_nothing() -> None:
-    state = after(engine())
-    state.events = deque([EventLine("ready", "", {"versions": VERSIONS, "device": "x"})], maxlen=1)
-    state.events.append(EventLine("epoch", "", {}))
-    with pytest.raises(DriftError):
-        Platforms(state, True).admit(1, engine("NVIDIA H200"))
 
 
 def devices_of(out: pathlib.Path) -> dict[str, str]:

@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 from fleets import fleet_of
-from headers import header_of
 
 import jobs
-from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.memory.out_of_memory import OutOfMemory, recognise
 from batchinf.fleet.memory.step_down import effective, step_down
-from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import read_state
+from batchinf.manifest.lines import Lowered, read_line, record_line
 from batchinf.model.cache import kv_cache_of
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
@@ -313,6 +310,13 @@ def spec_with(**sections: Any) -> JobSpec:
     return JobSpec.model_validate({**base, **sections})
 
 
+def lowered_by(step: dict[str, Any]) -> Lowered:
+    """The record of the manifest, as it is read again."""
+    record = read_line(json.loads(json.dumps(record_line(Lowered(step["lowered"], step["applies_to"])))))
+    assert isinstance(record, Lowered)
+    return record
+
+
 def engine_of(settings: EngineSettings, incarnation: str) -> dict[str, Any]:
     return json.loads(settings.launch_spec(incarnation))["engine"]
 
@@ -370,7 +374,7 @@ def test_steps_begin_at_what_the_task_sets_itself(
     assert step is not None
     assert step["from"] == {name: {**effective({}, fit()), **limits}[name] for name in step["to"]}
     assert settings.engine == step["to"] == {**first, "gpu_memory_utilization": 0.87}
-    assert kept(spec, json.loads(json.dumps(step))) == settings.engine
+    assert kept(spec, lowered_by(step)) == settings.engine
 
 
 def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
@@ -421,32 +425,12 @@ def test_what_a_resume_keeps(changes: dict[str, Any], expected: dict[str, Any]) 
         settings.launch_spec(incarnation)
         step = settings.judge(0, incarnation, oom(text, was_up=was_up), was_up=was_up).step_down
         assert step is not None
-        lines.append(json.loads(json.dumps(step)))
-    found = kept(spec_with(**changes), lines[-1])
+        lines.append(step)
+    found = kept(spec_with(**changes), lowered_by(lines[-1]))
     assert {name: value for name, value in found.items() if name != "max_num_batched_tokens"} == expected
-    assert kept(spec_with(**changes), {}) == {}
+    assert kept(spec_with(**changes), Lowered({}, {})) == {}
     # The one after goes on from there.
     assert EngineSettings(spec_with(**changes), fit(), found).engine == {**spec_with(**changes).engine, **found}
-
-
-def test_a_step_is_remembered_however_much_happens_after_it(tmp_path: pathlib.Path) -> None:
-    folder = Folder(str(tmp_path))
-    folder.make("manifest")
-    fields = {"cause": "c", "from": {"max_num_seqs": 8}, "to": {"max_num_seqs": 4}, "lowered": {"max_num_seqs": 4}}
-    for epoch in (1, 2, 3):
-        manifest = Manifest(folder, epoch)
-        if epoch == 1:
-            manifest.header(header_of())
-            kept = {"kept_as": "oom_step_down", "replica": 0, "incarnation": "i", "applies_to": {}}
-            manifest.event("oom_step_down", **kept, **fields)
-        for number in range(1200):
-            manifest.event("recovered", shard=number)
-        manifest.commit()
-        manifest.close()
-    state = read_state(folder)
-    assert state is not None
-    assert "oom_step_down" not in {event.name for event in state.events}
-    assert {name: state.lowered[name] for name in fields} == fields
 
 
 # -- a replica's end -------------------------------------------------------------------------------------------------

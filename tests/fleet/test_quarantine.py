@@ -8,7 +8,6 @@ import pathlib
 import random
 import types
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.sharing.quarantine import Case, Quarantine
-from batchinf.manifest.lines import EventLine
+from batchinf.manifest.lines import Condemned, Suspects, record_line
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease
@@ -86,7 +85,8 @@ def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, tmp_path
     # Healthy replicas are not killed in turn: from the second death on, the suspects stay with one.
     assert len({death["replica"] for death in deaths[1:]}) == 1
     assert "row 137 kills the engine: it becomes an error row" in done.stderr
-    assert [name for name in jobs.state_of(out).kept if name != "speed" and not name.startswith("platform/")] == []
+    state = jobs.state_of(out)
+    assert (state.of(Suspects), state.of(Condemned)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_a_row_that_kills_among_5000(
     print(f"{point}, {action}, {num_replicas} replicas: row {killer}, {len(deaths)} deaths")
     assert 3 <= len(deaths) <= bound(77)
     assert len({death["replica"] for death in deaths[1:]}) == 1
-    assert not [name for name in jobs.state_of(out).kept if name.startswith(("suspects/", "condemned/"))]
+    state = jobs.state_of(out)
+    assert (state.of(Suspects), state.of(Condemned)) == ([], [])
 
 
 @pytest.mark.slow
@@ -201,8 +202,7 @@ def test_a_coordinator_that_is_killed_forgets_no_death(num_deaths: int, tmp_path
     process = jobs.start("run", spec, faults=faults)
 
     def deaths() -> int:
-        state = jobs.read_state(jobs.Folder(out)) if (out / "manifest").is_dir() else None
-        return sum(event.name == "death" for event in state.events) if state is not None else 0
+        return len(deaths_of(out))
 
     jobs.wait_until(lambda: deaths() >= num_deaths or process.poll() is not None)
     jobs.kill(jobs.family(process.pid)[-1:])
@@ -221,7 +221,7 @@ def test_a_machine_that_always_dies_is_given_up_and_condemns_no_row(tmp_path: pa
     assert done.returncode == 2
     assert "no replica is left" in done.stderr
     assert not jobs.events_of(tmp_path / "out", "condemned")
-    assert [name for name in jobs.state_of(tmp_path / "out").kept if name.startswith("suspects/")]
+    assert jobs.state_of(tmp_path / "out").of(Suspects)
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_each_group_that_survives_is_followed_by_the_next_and_the_last_by_all_ro
     folder = Folder(tmp_path)
     folder.make("manifest")
     state = State()
-    state.kept["suspects/a"] = EventLine("suspects", "", {"kept_as": "suspects/a", **asdict(case)})
+    state.apply(record_line(case))
     manifest = Manifest(folder, 1)
     quarantine = Quarantine(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet=fleet, manifest=manifest)
     assert list(quarantine.leases) == [(0, 0, 20)]

@@ -14,7 +14,7 @@ from batchinf.fleet.speed import StartedEngine, bottleneck
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
 from batchinf.manifest.state import read_state
-from batchinf.records import Bottleneck, Speed
+from batchinf.records import Bottleneck, EngineInfo, Speed
 
 pytestmark = pytest.mark.usefixtures("quick_replicas")
 
@@ -22,7 +22,7 @@ QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 
 def engines(**settings: Any) -> dict[int, Any]:
-    return {0: StartedEngine.of({"replica": 0, "max_num_seqs": 100, "settings": settings})}
+    return {0: StartedEngine.of(EngineInfo(4096, 100, 1, "", {}, settings))}
 
 
 def looks(

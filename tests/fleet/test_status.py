@@ -6,7 +6,9 @@ import pathlib
 import pytest
 
 import jobs
+from batchinf.base.storage import Folder
 from batchinf.fleet.status import Rates, Totals
+from batchinf.manifest.events import read_events
 
 
 def test_nothing_is_said_before_the_first_token() -> None:
@@ -45,7 +47,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
 def test_the_start_of_an_engine_is_no_running_time(tmp_path: pathlib.Path) -> None:
     scripted = {"start_s": 3.0, "step_s": 0.01, "vary_lengths": False}
     jobs.finish(jobs.spec_of(tmp_path, scripted=scripted, parallel={"data_parallel_size": 1}))
-    status, events = jobs.snapshot_of(tmp_path / "out"), jobs.state_of(tmp_path / "out").events
+    status, events = jobs.snapshot_of(tmp_path / "out"), read_events(Folder(tmp_path / "out"))
     at = {event.name: datetime.datetime.fromisoformat(event.at) for event in events}
     run_s = (at["all_committed"] - at["ready"]).total_seconds()
     assert status["num_output_tokens"] == sum(row["num_output_tokens"] or 0 for row in jobs.rows_of(tmp_path / "out"))

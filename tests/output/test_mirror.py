@@ -17,6 +17,7 @@ from batchinf import api
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
+from batchinf.manifest.events import EVENTS_FILE
 from batchinf.manifest.state import State
 from batchinf.output import mirror as mirrors
 from batchinf.output.mirror import Mirror
@@ -254,12 +255,13 @@ def test_requests_that_do_not_depend_on_each_other_run_together(
     for name in ("journal/000001-1-a", "journal/000002-1-a"):
         Bucket(url).put(name, b"")
         mirror._bundles[name.partition("/")[2]] = set()
-    for name in ("status.json", "job.yaml", "telemetry/000001.jsonl"):
+    for name in ("status.json", "job.yaml", "telemetry/000001.jsonl", EVENTS_FILE):
         folder.make("telemetry")
         folder.write_atomic(name, b"{}\n")
-    meet("status.json", "job.yaml", "telemetry", "?delete", "?delete")
+    meet("status.json", "job.yaml", "telemetry", EVENTS_FILE, "?delete", "?delete")
     mirror.finish()
     assert not stores.names(url, "journal") and stores.names(url, "telemetry")
+    assert stores.read(url, EVENTS_FILE) == b"{}\n"
     # What has not changed since is not sent again.
     store.fault = lambda method, path: "403"
     store.seen.clear()

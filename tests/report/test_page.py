@@ -16,8 +16,10 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.storage import Folder
+from batchinf.manifest.lines import Done
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
+from batchinf.records import Bottleneck, Speed
 from batchinf.report import charts
 from batchinf.report.page import report_page
 from batchinf.report.rows import Bin, Histogram, Share
@@ -152,10 +154,9 @@ def test_the_speed_of_the_last_run_and_what_limited_it(hostile: pathlib.Path, tm
     rates = {"work_s": 100.0, "prompt_tokens_per_s": 5000.0, "output_tokens_per_s": 2000.0, "cache_tokens": 400_000}
     measured = {**rates, "run_s": 150.0, "output_tokens_per_s": 1500.0, "cache_tokens": 400_100, "num_gpus": 1}
     found = {"kind": "sequences", "share": 0.9, "reason": "all 256 ran", "change": "engine.max_num_seqs 512 <b>"}
-    # A job of before has a prediction beside it, which is passed over.
-    speed = {**measured, "expected": {**rates, "limited_by": "memory"}, "bottleneck": found}
+    speed = Speed(**measured, bottleneck=Bottleneck(**found))
     with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as manifest:
-        manifest.event("speed", kept_as="speed", speed=speed)
+        manifest.record(Done(speed))
         manifest.commit()
     made = jobs.run("report", job, "-o", tmp_path / "page.html")
     assert made.returncode == 0, made.stderr
@@ -174,9 +175,9 @@ def test_the_rate_of_a_resumed_job_is_over_all_runs(hostile: pathlib.Path, tmp_p
     [out] = hostile.parent.glob("out *")
     job = tmp_path / "out"
     shutil.copytree(out, job)
-    speed = {"run_s": 150.0, "work_s": 100.0, "prompt_tokens_per_s": 9.0, "output_tokens_per_s": 7.0}
+    speed = Speed(run_s=150.0, work_s=100.0, prompt_tokens_per_s=9.0, output_tokens_per_s=7.0)
     with contextlib.closing(Manifest(Folder(job), last_epoch(Folder(job)) + 1, state=read_state(Folder(job)))) as log:
-        log.event("speed", kept_as="speed", speed=speed)
+        log.record(Done(speed))
         log.commit()
     known = {"stalled_by_disk_s": 0.0, "num_running": 0, "num_prompt_tokens": 0, "num_answered": 0, "state": "running"}
     for epoch, num_tokens in ((1, 9000), (2, 1000)):

@@ -14,6 +14,8 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.errors import Interrupted, UserError
+from batchinf.base.storage import Folder
+from batchinf.manifest.events import read_events
 from batchinf.tuning import tune
 from batchinf.tuning.trial import TuneTrial, run_trial
 
@@ -58,7 +60,7 @@ class Tuned:
 
     def _look(self) -> None:
         state = jobs.state_of(self.trial)
-        self.events = [(event.name, event.fields.get("replica")) for event in state.events]
+        self.events = [(event.name, event.fields.get("replica")) for event in read_events(Folder(self.trial))]
         for part in state.parts.values():
             self.rows[part.replica] += part.num_rows
         # A part may have rows that other replicas ran.

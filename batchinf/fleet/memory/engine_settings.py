@@ -2,8 +2,8 @@
 
 Only runtime engine arguments are lowered, for all replicas alike. A replica whose start fails gets one more start. Each
 failure while running lowers the arguments further, down to a floor; at the floor, it counts as a death like any other.
-Changes of arguments that decide the output are only advised. Each manifest snapshot keeps the last `oom_step_down`; a
-resume starts from it unless the spec has another value by then.
+Changes of arguments that decide the output are only advised. The manifest has the lowered arguments; a resume starts
+from them unless the spec has another value by then.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from batchinf.fleet.memory.out_of_memory import Kind, OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.commit_log import Fields
+from batchinf.manifest.lines import Lowered
 from batchinf.model.memory import Fit
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -39,7 +40,7 @@ class Verdict:
     words: str
     """For people."""
     step_down: Fields | None = None
-    """The fields of the event `oom_step_down`, if the settings were lowered. `kept` reads them."""
+    """If the settings were lowered: the fields of the event `oom_step_down`, with those of `Lowered`."""
 
 
 class EngineSettings:
@@ -130,10 +131,10 @@ def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}
 
 
-def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
-    """The lowered settings of an event that still apply: not if the spec's value or the degrees have changed."""
-    lowered = dict(event.get("lowered", {}))
-    before = event.get("applies_to", {})
+def kept(spec: JobSpec, record: Lowered) -> dict[str, Any]:
+    """The lowered settings of a record that still apply: not if the spec's value or the degrees have changed."""
+    lowered = record.lowered
+    before = record.applies_to
     now = applies_to(spec, lowered)
     if any(now[name] != before.get(name) for name in now if name.startswith("parallel.")):
         return {}

@@ -11,9 +11,8 @@ One row that kills costs at most log2(rows in the engine) + 3 restarts, whatever
 together survive apart, and none of them is condemned.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from batchinf.base.storage import adapter
 from batchinf.base.text import counted
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.replica import FleetReplica
+from batchinf.manifest.lines import Condemned, Suspects
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease, Shard
@@ -30,30 +30,13 @@ from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]
-_CASE = "suspects/"
-_CONDEMNED = "condemned/"
 _DEATHS_ALONE = 2
 _LONGEST_CAUSE = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Deaths that may have one cause, because the same rows were in the engine."""
-
-    origin: str
-    """The incarnation that died first."""
-    suspects: RowIndices
-    """Rows that were in the engine at every death."""
-    leases: tuple[Lease, ...] = ()
-    """Those with rows of the case."""
-    replica: int | None = None
-    """The replica that runs the suspects apart; None after the first death, as any replica may run the rows again."""
-    others: RowIndices = ()
-    """Rows that later deaths have cleared. They have not run since, but for those of which the engine died too."""
-    has_survived: bool = False
-    """An engine has survived rows of the case, so that it is not the engine itself that is broken."""
-    num_alone: int = 0
-    """Deaths at which the last suspect was alone in the engine, without the first death of the case."""
+class Case(Suspects):
+    """A case of suspected rows, and how it goes on."""
 
     @property
     def rows(self) -> RowIndices:
@@ -154,10 +137,9 @@ class Quarantine:
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
-        # The manifest's events have more fields.
-        cases = [adapter(Case).validate_python(fields) for fields in _kept(state, _CASE)]
+        cases = [adapter(Case).validate_python(asdict(suspects)) for suspects in state.of(Suspects)]
         self._cases = {case.origin: case for case in cases}
-        self._condemned = {fields["row_index"]: fields["message"] for fields in _kept(state, _CONDEMNED)}
+        self._condemned = {each.row_index: each.message or "" for each in state.of(Condemned)}
         self._order = order
         self._fleet = fleet
         self._manifest = manifest
@@ -210,7 +192,7 @@ class Quarantine:
             self._close(case)
         else:
             self._cases[case.origin] = case
-            self._manifest.event("suspects", kept_as=f"{_CASE}{case.origin}", **asdict(case))
+            self._manifest.record(case)
         self._hand_over()
         return _told(case, before, end)
 
@@ -225,7 +207,8 @@ class Quarantine:
     def _condemn(self, row: int, end: Ended) -> None:
         message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
         self._condemned[row] = message
-        self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
+        self._manifest.record(Condemned(row, message))
+        self._manifest.event("condemned", row_index=row, message=message)
 
     def _hand_over(self) -> None:
         """Give the cases of replicas that were given up to the others, in turn."""
@@ -261,7 +244,7 @@ class Quarantine:
         self._forget_leases(lambda lease: lease.index == shard)
         for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):
             del self._condemned[row]
-            self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")
+            self._manifest.record(Condemned(row, None))
 
     def note_stored(self, lease: Lease) -> None:
         """The results of a lease are in the journal: no row of it runs again."""
@@ -276,12 +259,7 @@ class Quarantine:
 
     def _close(self, case: Case) -> None:
         if self._cases.pop(case.origin, None) is not None:
-            self._manifest.event("forgotten", kept_as=f"{_CASE}{case.origin}")
-
-
-def _kept(state: State, prefix: str) -> list[Mapping[str, Any]]:
-    """The fields of the manifest's events that are kept under names with this prefix."""
-    return [event.fields for name, event in state.kept.items() if name.startswith(prefix)]
+            self._manifest.record(replace(case, leases=()))
 
 
 def _again(leases: Iterable[Lease]) -> tuple[Lease, ...]:
