@@ -178,6 +178,7 @@ def plan(
     price: float | None = None,
     output_tokens: float | None = None,
     rows: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> PlanReport:
     """What fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine.
 
@@ -185,7 +186,7 @@ def plan(
     several; default: all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave.
     context: tokens of the longest sequence. price: of one GPU for an hour; default: that of the spec. output_tokens: of
     an output, on average; default: `max_tokens`. rows: as if the input had so many rows; those that are there stand for
-    them.
+    them. say: called with what it does if it takes more than 2 s, instead of printing it.
 
     Raises UserError or one of its subclasses.
     """
@@ -200,7 +201,7 @@ def plan(
         output_tokens=output_tokens,
         num_rows=rows,
     )
-    return make_plan(target, overrides, options)
+    return make_plan(target, overrides, options, say or (lambda line: print(line, file=sys.stderr)))
 
 
 def tune(

@@ -146,7 +146,10 @@ def _run_batch(
         bool, typer.Option("--follow", help="Also write the answers so far every few seconds while the job runs.")
     ] = False,
 ) -> None:
-    """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one."""
+    """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one.
+
+    Flags of vLLM that are not listed here are taken too, such as --max-model-len 4096 or --tensor-parallel-size 2.
+    """
     with interruptible(ends_process=True):
         from batchinf import api
         from batchinf.commands.export import following
@@ -239,6 +242,7 @@ def _plan(
         price=price,
         output_tokens=output_tokens,
         rows=rows,
+        say=(lambda _: None) if as_json else None,
     )
     print_report(report, report.lines(), as_json)
 
