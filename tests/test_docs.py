@@ -48,6 +48,15 @@ def test_the_list_for_language_models_has_every_page() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(folder)) for page in folder.rglob("*.md"))
 
 
+def test_the_changelog_is_in_the_form_of_keep_a_changelog() -> None:
+    text = (jobs.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased" and all(re.match(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    kinds = re.findall(r"^### (.*)$", text.split("\n## ")[1], re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert len(kinds) == len(set(kinds))
+
+
 def anchors_of(path: pathlib.Path) -> set[str]:
     """Those of a file's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -18,6 +18,7 @@ OUTSIDE = (
     "AGENTS.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     "benchmarks/RESULTS.md",
     *HISTORY,
