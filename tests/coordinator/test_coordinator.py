@@ -29,12 +29,8 @@ from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
-<<<<<<< HEAD
-from batchinf.records import Lease, Part
-from batchinf.replica.in_flight import RECORD_BYTES
-=======
 from batchinf.records import Lease, Part, StartedReplica
->>>>>>> step2
+from batchinf.replica.in_flight import RECORD_BYTES
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
