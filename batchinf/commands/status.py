@@ -25,7 +25,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import num_results
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.records import InputJob, PartCounts, Speed
+from batchinf.records import InputJob, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.cache import COPY_ROLES
 from batchinf.tasks.registry import TASKS, task_of
@@ -527,12 +527,8 @@ def _cost(states: Sequence[State], running_s: float, price: float | None) -> Cos
 
 def _running_s(state: State) -> float:
     """The time until now of the replicas of a live process, times their GPUs."""
-    running = {replica.incarnation for replica in state.running_replicas}
-    return sum(
-        (time.time() - event.time) * float(event.fields.get("num_devices", 1))
-        for event in state.events
-        if event.name == "replica_started" and event.fields["incarnation"] in running
-    )
+    running = state.of(StartedReplica)
+    return sum((time.time() - each.started_at) * each.num_devices for each in running if each.started_at is not None)
 
 
 def _retry(state: State) -> RetryProgress | None:

@@ -15,9 +15,11 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.status import InputCopies, JobState, StatusReport, _load, job_status
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
+from batchinf.manifest.lines import EndedReplica, Lost
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
+from batchinf.records import StartedReplica
 
 HOST = os.uname().nodename
 
@@ -104,9 +106,7 @@ def test_a_price_of_a_gpu_hour_makes_cents(tmp_path: pathlib.Path) -> None:
     assert done.cost is None and "cost" not in lines_of(done)  # it had no GPU
     folder = Folder(out)
     with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as log:
-        start = {"replica": 0, "backend": "local", "identity": {}, "devices": ["0"], "num_devices": 1}
-        log.event("replica_started", incarnation="000009.0001", **start)
-        log.event("replica_ended", incarnation="000009.0001", device_s=3600.0)
+        log.record(EndedReplica("000009.0001", 3600.0, True))
         log.commit()
     report = job_status(out)
     totals = report.totals
@@ -123,8 +123,8 @@ def test_a_price_of_a_gpu_hour_makes_cents(tmp_path: pathlib.Path) -> None:
 
     # The time of a replica counts while a live process runs it, and not until then.
     with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as log:
-        log.event("lost", shards=[0])
-        log.event("replica_started", incarnation="000010.0001", **start)
+        log.record(Lost([0]))
+        log.record(StartedReplica(0, "000010.0001", "local", {}, ("0",), started_at=time.time()))
         log.commit()
     [stopped, later] = [job_status(out, price=3.6e6).cost for _ in range(2)]
     with JobLock(folder).held(lambda: 1):
