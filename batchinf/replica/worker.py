@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base import faults
-from batchinf.base.errors import EngineDeadError, RequestRefused
+from batchinf.base.errors import EngineDeadError, RowFailed
 from batchinf.base.storage import Folder
 from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import Engine
@@ -266,7 +266,7 @@ class Worker:
         self._slots[request.key] = self.in_flight.enter(request.row_index)
         try:
             self.engine.add(request)
-        except RequestRefused as refusal:
+        except RowFailed as refusal:
             self.in_flight.leave(self._slots.pop(request.key))
             if pending.probe is not None:
                 pending.probe.set()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.prompts.encoder import Encoder, Side
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
@@ -219,15 +219,15 @@ class Truncation:
 
     def cut(
         self, ids: list[int], encoder: Encoder | None, *, most: int | None, room: int | None, default_side: Side
-    ) -> list[int] | RowError:
-        """The ids that are kept, or the row's error.
+    ) -> list[int]:
+        """The ids that are kept. Raises RowFailed.
 
         encoder: has made the ids of a text; None: they were given. most: the greatest allowed number of tokens; None if
         unknown. room: the number for -1. default_side: what vLLM's tokenizer cuts.
         """
         if most is not None and self.num_tokens > most:
             got = f"got {self.num_tokens:,}; must be at most {most:,}, which max_model_len leaves"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
+            raise RowFailed("unsupported_request", f"body.truncate_prompt_tokens: {got}")
         kept = room if self.num_tokens < 0 else self.num_tokens
         if kept is None or len(ids) <= kept:
             return ids
@@ -235,8 +235,10 @@ class Truncation:
         if kept > 0 and (self.side is not None or encoder is None):
             return ids[-kept:] if side == "left" else ids[:kept]
         cut = encoder.cut(ids, kept, side) if kept > 0 and encoder is not None else None
-        words = f"body.truncate_prompt_tokens: got {kept:,}, which leaves no room beside the special tokens"
-        return RowError("unsupported_request", words) if cut is None else cut
+        if cut is None:
+            words = f"body.truncate_prompt_tokens: got {kept:,}, which leaves no room beside the special tokens"
+            raise RowFailed("unsupported_request", words)
+        return cut
 
 
 def take_truncation(body: dict[str, Any]) -> Truncation | None:

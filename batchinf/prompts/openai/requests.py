@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
 from batchinf.prompts.openai.fields import objection
@@ -358,29 +358,25 @@ class BatchPrompts:
         request = self._reader.read_row(row)
         return request if isinstance(request, RowError) else self.rendered(request)
 
-    def rendered(self, request: BatchRequest) -> BatchRequest | RowError:
-        """The request with its messages as text, or the row's error."""
+    def rendered(self, request: BatchRequest) -> BatchRequest:
+        """The request with its messages as text. Raises RowFailed."""
         if request.messages is None:
             return request
         messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        if isinstance(messages, RowError):
-            return messages
         render = functools.partial(self._render, request)
         rendered = render_conversation(messages, (), render, self._placeholders)
-        if isinstance(rendered, RowError):
-            return rendered
         if rendered.sources and request.truncation is not None:
             # vLLM counts all tokens of images, too, and refuses to cut them.
             hint = "whose images it could cut off: leave it out, and shorten the text"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
+            raise RowFailed("unsupported_request", f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
         ids = rendered.token_ids
         return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
 
-    def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
+    def _render(self, request: BatchRequest, messages: list[Message]) -> str:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self._chat is None:
-            return RowError("template_error", "the model has no chat template; give one as input.chat_template")
+            raise RowFailed("template_error", "the model has no chat template; give one as input.chat_template")
         options = dict(request.chat)
         options |= options.pop("chat_template_kwargs", {})
         if options.get("continue_final_message") and "add_generation_prompt" not in options:

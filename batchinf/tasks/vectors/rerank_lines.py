@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowError, RowFailed
 from batchinf.base.text import name_type
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
@@ -18,7 +18,7 @@ from batchinf.prompts.openai.lines import (
     take_template_kwargs,
     take_truncation,
 )
-from batchinf.prompts.renderer import take, take_list, unicode_error
+from batchinf.prompts.renderer import check_unicode, take, take_list
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
 
@@ -61,22 +61,18 @@ class RerankReader(LineReader[RerankRequest]):
 
     # -- columns -------------------------------------------------------------------------------------------------------
 
-    def read_columns(self, values: Mapping[str, object]) -> RerankRequest | RowError:
-        """The request of a row whose columns have the query and the documents."""
+    def read_columns(self, values: Mapping[str, object]) -> RerankRequest:
+        """The request of a row whose columns have the query and the documents. Raises RowFailed."""
         where = self._where
         assert where.query_column is not None
         query = _text(values, where.query_column, "null_query")
-        if isinstance(query, RowError):
-            return query
         if where.document_column is not None:
             document = _text(values, where.document_column, "null_document")
-            return document if isinstance(document, RowError) else _checked(RerankRequest([query], [document], None))
+            return _checked(RerankRequest([query], [document], None))
         assert where.documents_column is not None
         documents = take_list(values, where.documents_column, "texts", kind=str, null="null_documents")
-        if isinstance(documents, RowError):
-            return documents
         if not documents:
-            return RowError("no_documents", f"column '{where.documents_column}' has an empty list")
+            raise RowFailed("no_documents", f"column '{where.documents_column}' has an empty list")
         return _checked(RerankRequest([query], documents, self._pooling.top_n or len(documents)))
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -160,18 +156,18 @@ def _line_texts(name: str, value: object) -> list[str]:
     raise Refused(f"{name}: got {got}; must be one text, or a list of texts")
 
 
-def _text(values: Mapping[str, object], column: str, null: str) -> str | RowError:
+def _text(values: Mapping[str, object], column: str, null: str) -> str:
     value = take(values, column, null)
-    if isinstance(value, str | RowError):
+    if isinstance(value, str):
         return value
-    return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
+    raise RowFailed("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
 
 
-def _checked(request: RerankRequest) -> RerankRequest | RowError:
+def _checked(request: RerankRequest) -> RerankRequest:
+    """The request, whose texts are valid Unicode. Raises RowFailed."""
     for name, texts in (("query", request.queries), ("document", request.documents)):
         for place, text in enumerate(texts):
-            if error := unicode_error(text, name_of(name, place, texts)):
-                return error
+            check_unicode(text, name_of(name, place, texts))
     return request
 
 

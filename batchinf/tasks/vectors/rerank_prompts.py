@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
@@ -80,11 +80,14 @@ class RerankPrompts(PromptBuilder):
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def _request(self, row: Row) -> RerankRequest | RowError:
-        if self._batch is not None:
-            return self._reader.read_row(row)
-        if row.error is not None:
-            return RowError("unreadable", row.error)
-        return self._reader.read_columns(row.values)
+        try:
+            if self._batch is not None:
+                return self._reader.read_row(row)
+            if row.error is not None:
+                return RowError("unreadable", row.error)
+            return self._reader.read_columns(row.values)
+        except RowFailed as failed:
+            return failed.error
 
     def _read(self, row: Row, max_model_len: int | None) -> _Draft:
         request = self._request(row)
@@ -101,13 +104,13 @@ class RerankPrompts(PromptBuilder):
             return _Draft(request, [*queries, *documents])
         inputs: list[Input] = []
         for pair in zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True):
-            text = self._input(pair, request)
-            if isinstance(text, RowError):
-                return _Draft(text)
-            inputs.append(text)
+            try:
+                inputs.append(self._input(pair, request))
+            except RowFailed as failed:
+                return _Draft(failed.error)
         return _Draft(request, inputs)
 
-    def _input(self, pair: tuple[str, str], request: RerankRequest) -> Input | RowError:
+    def _input(self, pair: tuple[str, str], request: RerankRequest) -> Input:
         """A query and a document as a cross-encoder takes them."""
         return self._joined(pair) if self._template is None else self._render(self._template, pair, request)
 
@@ -130,7 +133,7 @@ class RerankPrompts(PromptBuilder):
             return text
         return text[: probed[1]] if side == "right" else text[-probed[1] :]
 
-    def _render(self, template: ChatTemplate, pair: tuple[str, str], request: RerankRequest) -> str | RowError:
+    def _render(self, template: ChatTemplate, pair: tuple[str, str], request: RerankRequest) -> str:
         messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
         return template.render(messages, add_generation_prompt=False, **request.template_kwargs)
 
@@ -221,8 +224,12 @@ class RerankPrompts(PromptBuilder):
         if isinstance(encoding, RowError):
             return encoding
         fitted = self._fitted(encoding, request, max_model_len)
-        outcome = fitted if isinstance(fitted, RowError) else self._check_ids(fitted.ids, max_model_len)
-        return outcome if isinstance(outcome, RowError) else fitted
+        if isinstance(fitted, _Encoded):
+            try:
+                self._check_ids(fitted.ids, max_model_len)
+            except RowFailed as failed:
+                return failed.error
+        return fitted
 
     def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
         """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them."""
