@@ -79,7 +79,7 @@ LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_
 
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
 WITH_VLLM = set(
-    """test_answers test_batch_files test_chat test_completion_lines test_end_to_end test_verify
+    """test_answers test_batch_files test_chat test_completion_lines test_end_to_end test_images test_init test_verify
     test_vllm_engine test_vllm_gpt_oss test_vllm_images test_vllm_logits test_vllm_one_batch_file
     test_vllm_pooling test_vllm_reasoning test_vllm_sampling_fields test_vllm_scheduler test_vllm_score
     test_vllm_worker""".split()

@@ -42,8 +42,9 @@ _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_exe
 _REFERENCE = ".reference"
 # Python or libraries read these when they start. A process cannot be forked if one of them differs.
 READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
-# The hub's library reads it when it starts, but the tests set it for batchinf's own cache, which is found when needed.
-_READ_LATER = "XDG_CACHE_HOME"
+# Read when needed: the tests set the first for batchinf's own cache, and the hub's library reads its token for each
+# request.
+_READ_LATER = ("XDG_CACHE_HOME", "HF_TOKEN")
 _LONGEST_COMMAND = 4000
 _PAIR = struct.Struct("ii")
 
@@ -134,7 +135,7 @@ class ForkServer:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    names = [name for name in environment if name.startswith(READ_AT_IMPORT) and name != _READ_LATER]
+    names = [name for name in environment if name.startswith(READ_AT_IMPORT) and name not in _READ_LATER]
     return {name: environment[name] for name in names}
 
 
@@ -305,6 +306,24 @@ def _run(module: str) -> NoReturn:
     os._exit(code or 0)
 
 
+def _make_adapters() -> None:
+    """Make the readers of records, which each process of a job would make for itself: 0.1 s of a coordinator."""
+    names = ("base.storage", "manifest.lines", "fleet.local.channel")
+    storage, lines, channel = (sys.modules[f"batchinf.{name}"] for name in names)
+    others = {
+        "base.slices": ["Cut"],
+        "fleet.sharing.quarantine": ["Case"],
+        "fleet.status": ["JobStatus", "_Sample"],
+        "manifest.lock": ["Holder"],
+        "manifest.lines": ["Extent", "Part", "StartedReplica"],
+        "manifest.state": ["InputJob", "Speed"],
+        "output.parts": ["PartCounts"],
+    }
+    named = [getattr(sys.modules[f"batchinf.{module}"], name) for module, names in others.items() for name in names]
+    for record in [*lines._RECORDS.values(), *channel._KINDS.values(), *named]:
+        storage.adapter(record)
+
+
 def main() -> None:
     """Import everything that jobs need, then fork processes."""
     address, vllm, _ = sys.argv[1:]
@@ -320,6 +339,7 @@ def main() -> None:
     typer = importlib.import_module("typer.main")
     typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]
     typer.get_command(sys.modules["batchinf.cli"].app)
+    _make_adapters()
     for registered in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         registered.atexit = False
     gc.collect()

@@ -144,7 +144,7 @@ def inherited() -> dict[str, str]:
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
     """Whether a command runs a job on real vLLM, and vLLM is installed."""
-    if importlib.util.find_spec("vllm") is None:
+    if importlib.util.find_spec("vllm") is None or path == "--help":
         return False
     if command == "run-batch":
         return True

@@ -110,8 +110,7 @@ class _Matching:
         self._copy = copy
         self._given = given
         self._scratch = scratch
-        where = job.spec.input
-        self._id = where.id_column or ("custom_id" if where.is_batch_file else None)
+        self._id = job.spec.input.id_column
         self._columns = list(dict.fromkeys([*job.prompt_builder().columns, *carried_columns(job.spec)]))
         self._names = own_columns(job.folder, given.content, given.file.name)
         self._is_by_position = POSITION_COLUMN in self._names and POSITION_COLUMN not in job.source.schema.names

@@ -88,6 +88,30 @@ def json_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return _ENCODER.encode_lines(rows)
 
 
+def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch, with the values that `values_of` gives."""
+    columns = map(values_of, batch.columns)
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def values_of(column: pa.Array) -> list[Any]:
+    """The values of a column. A time in nanoseconds is its text, because Python's times end at the microsecond."""
+    type = _with_text_of_times(column.type)
+    values: list[Any] = (column if type == column.type else column.cast(type)).to_pylist()
+    return values
+
+
+def _with_text_of_times(type: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_with_text_of_times(field.type)) for field in type])
+    if pa.types.is_map(type):
+        return pa.map_(_with_text_of_times(type.key_type), _with_text_of_times(type.item_type))
+    if pa.types.is_list(type) or pa.types.is_large_list(type):
+        make = pa.list_ if pa.types.is_list(type) else pa.large_list
+        return make(type.value_field.with_type(_with_text_of_times(type.value_type)))
+    return pa.string() if type == pa.time64("ns") else type
+
+
 def _json_value(value: object) -> str:
     """Of types that are unknown to the encoder, such as a time in nanoseconds."""
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)

@@ -5,7 +5,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from batchinf.export.base import ExportedJob, Format, json_lines
+from batchinf.export.base import ExportedJob, Format, json_lines, rows_of
 from batchinf.export.tokens import PREFIXES, StoredToken, token_columns, tokens_of
 from batchinf.results import Results
 
@@ -29,7 +29,7 @@ class JsonLinesExport(Format):
         return list(dict.fromkeys([*names, *(name for columns in brought for name in columns)]))
 
     def write(self, batch: pa.RecordBatch) -> None:
-        rows = batch.to_pylist()
+        rows = rows_of(batch)
         for prefix, columns in self._token_columns.items():
             for row in rows:
                 self._join(prefix, columns, row)

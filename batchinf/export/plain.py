@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from batchinf.export.base import ExportedJob, Format, json_of
+from batchinf.export.base import ExportedJob, Format, json_of, values_of
 
 _GROUP_BYTES = 16 << 20
 
@@ -62,7 +62,7 @@ class CsvExport(Format):
 
     def write(self, batch: pa.RecordBatch) -> None:
         columns = [
-            pa.array(map(_text, column.to_pylist()), pa.string()) if becomes_text else column
+            pa.array(map(_text, values_of(column)), pa.string()) if becomes_text else column
             for column, becomes_text in zip(batch.columns, self._has_text, strict=True)
         ]
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))

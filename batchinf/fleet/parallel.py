@@ -215,6 +215,5 @@ def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
 
 def _may_sample(spec: JobSpec) -> bool:
     """Whether a request of the job may draw its tokens at random."""
-    sampling = spec.sampling
-    has_temperature = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
+    has_temperature = spec.rows_may_set("temperature") or spec.sampling.temperature != 0
     return task_of(spec).draws_tokens and has_temperature

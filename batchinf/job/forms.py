@@ -25,6 +25,7 @@ PICTURES = "a column or a part of type image"
 IMAGES_IN_ROWS = "conversations in a column"
 PARSER = "a job with model.tool_parser"
 CHOICES = "choices"
+ANSWERS = "a job with input.answer_column"
 LOGPROBS = "a job with sampling.logprobs, prompt_logprobs or logprob_token_ids"
 SCORED_TOKENS = "task score with output.include_token_logprobs"
 STOPS = "a job with sampling.stop, stop_token_ids or skip_special_tokens: false"
@@ -52,6 +53,7 @@ _USES = (
     _Use("input.images_column", (TEXT, CONVERSATION, IDS)),
     _Use("input.apply_chat_template", (TEXT,)),
     _Use("input.parallel_tool_calls", (PARSER,), "leave it out, or name the parser in model.tool_parser"),
+    _Use("input.answers", (ANSWERS,), "leave it out, or name the column in input.answer_column"),
     _Use("score.one_pass", (CHOICES,)),
     _Use("score.add_bos_token", (TEXT,)),
     _Use("sampling.logprobs_mode", (LOGPROBS,)),
@@ -123,6 +125,7 @@ def _forms_of_job(spec: JobSpec) -> dict[str, bool]:
     stops = {"stop", "stop_token_ids"} & {*sampling.model_dump(exclude_defaults=True), *sampling.columns}
     return {
         PARSER: spec.model.tool_parser is not None and not spec.input.is_batch_file,
+        ANSWERS: spec.input.answer_column is not None,
         LOGPROBS: task.makes_text and logprobs != (None, None, None),
         SCORED_TOKENS: task.only_scores and spec.output.include_token_logprobs,
         STOPS: task.makes_text and (bool(stops) or not sampling.skip_special_tokens or spec.input.is_batch_file),

@@ -47,7 +47,7 @@ class PromptBuilder:
         `BatchReader`.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
-        self._sampling = RowSampling(spec.sampling)
+        self._sampling = RowSampling(spec.sampling, vocab_size)
         self._adapter = RowAdapter(spec)
         self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
         self._placeholders = self._renderer.placeholders(tokenizer)
@@ -212,8 +212,6 @@ class PromptBuilder:
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
-        if isinstance(request, RowError):
-            return Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
             return Draft(request.text, sampling, request=request)

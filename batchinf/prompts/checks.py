@@ -107,7 +107,7 @@ def check_order(spec: JobSpec) -> None:
             "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
             "leave one of them out"
         )
-    if order == "longest" and not spec.input.is_batch_file and "max_tokens" not in spec.sampling.columns:
+    if order == "longest" and not spec.rows_may_set("max_tokens"):
         raise SpecError(
             "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
             "sampling.max_tokens: {column: budget}, or leave it out"
@@ -391,8 +391,8 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
     if bos is None:
         return None
     looked_at = _first_rows(source, range(min(source.num_rows, _LOOKED_AT)), renderer.columns)
-    texts = [renderer.render(row) for row in looked_at]
-    doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
+    texts = [_text_of(renderer, row) for row in looked_at]
+    doubled = [number for number, text in enumerate(texts) if text is not None and text.startswith(bos)]
     if not doubled:
         return None
     # Loading a tokenizer takes seconds, so it is loaded only if the texts give a reason.
@@ -404,6 +404,14 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
         f"warning: of the first {len(texts):,} prompts {len(doubled):,} (row {doubled[0]} first) begin with {bos}, "
         f"and the tokenizer puts another {bos} before it; leave it out of the text"
     )
+
+
+def _text_of(renderer: Renderer, row: Row) -> str | None:
+    """The text of a row's prompt; None for an error row."""
+    try:
+        return renderer.render(row)
+    except RowFailed:
+        return None
 
 
 def _bos(folder: pathlib.Path) -> str | None:

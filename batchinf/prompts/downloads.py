@@ -152,9 +152,12 @@ class Downloads:
     def fetch(self, url: str) -> bytes:
         """The bytes of an image. What is in the cache is not fetched. Raises RowFailed."""
         check_url(url, self._hosts)  # before the cache: an earlier run may have allowed more hosts
-        return cached(
-            self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
-        )
+        try:
+            return cached(
+                self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+            )
+        except RowFailed as failed:  # rows that wait for the same download get the same exception
+            raise RowFailed(failed.error.error_type, failed.error.error_message) from None
 
     async def _fetch_once(self, url: str) -> bytes:
         if url in self._kept:

@@ -33,8 +33,10 @@ WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "n", "seed", "thinking_tok
 class RowSampling:
     """Row → its sampling. columns: the input columns that hold it, without repeats."""
 
-    def __init__(self, sampling: SamplingSpec) -> None:
-        """sampling: the job's, resolved. `sampling.columns` maps the fields that rows set to their columns."""
+    def __init__(self, sampling: SamplingSpec, vocab_size: int | None = None) -> None:
+        """sampling: the job's, resolved. `sampling.columns` maps the fields that rows set to their columns. vocab_size:
+        ids at or above it are refused, as vLLM refuses them; None: not known."""
+        self._vocab_size = vocab_size
         self._fields = dict(sampling.columns)
         self.is_set = bool(self._fields)  # whether rows have values of their own
         self._job = sampling.model_dump(exclude={"columns", "structured_outputs"})
@@ -81,17 +83,28 @@ class RowSampling:
         values |= {field: True for field, value in values.items() if _names_column(field, value)}
         try:
             sampling = SamplingSpec.model_validate({**self._job, **values})
-            return sampling if "structured_outputs" in values else sampling.model_copy(update=self._structure)
         except ValidationError as error:
             return RowError("invalid_sampling", self._reason(error, row_values))
+        for field in ("logit_bias", "allowed_token_ids"):
+            highest = max(getattr(sampling, field) or (), default=0)
+            if self._vocab_size is not None and highest >= self._vocab_size:
+                last = self._vocab_size - 1
+                message = (
+                    f"sampling.{field}{self._column(field)}: got token {highest}; the model's vocabulary ends at {last}"
+                )
+                return RowError("invalid_sampling", message)
+        return sampling if "structured_outputs" in values else sampling.model_copy(update=self._structure)
+
+    def _column(self, field: str, inner: str = "") -> str:
+        column = self._fields.get(field + inner, self._fields.get(field))
+        return "" if column is None else f" (column '{column}')"
 
     def _reason(self, error: ValidationError, row_values: Mapping[str, Any]) -> str:
         first = error.errors(include_url=False)[0]
         context = first.get("ctx", {})
         field = str(context.get("field") or "") if not first["loc"] else str(first["loc"][0])
         inner = f".{context['field']}" if first["loc"] and context.get("field") else ""
-        own_column = self._fields.get(field + inner, self._fields.get(field))
-        column = "" if own_column is None else f" (column '{own_column}')"
+        column = self._column(field, inner)
         if first["type"] == "wrong":
             return f"sampling.{field}{inner}{column}: {context['reason'].removesuffix(_OF_A_SPEC)}"
         doc = field_docs()[f"sampling.{field}"]

@@ -58,12 +58,14 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             undefined=jinja2.StrictUndefined if self.is_by_first_rules else Absent,
             autoescape=False,
             keep_trailing_newline=True,
-            finalize=_refuse_unprintable if self.is_by_first_rules else _refuse_missing,
+            finalize=_refuse_unprintable if self.is_by_first_rules else _printed,
         )
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = _tojson
         self.filters[_PRINTED] = _refuse_missing
+        self.filters[_PRINTED_TEXT] = _printed
         self.filters[_ALL_PRINTED] = _refuse_missing_items
+        self.filters[_ALL_PRINTED_TEXTS] = _printed_items
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See jinja2. A row may give the factor, so a text is not repeated beyond the limit."""
@@ -122,9 +124,42 @@ def _refuse_missing(value: Any) -> Any:
     return _refuse_unprintable(value)
 
 
+def _printed(value: Any) -> Any:
+    """As `_refuse_missing`, and a decimal in plain digits: Python writes 0E-9 for the 0 of nine decimals."""
+    if isinstance(value, dict | list | tuple):
+        return _refuse_missing(_with_bare_texts(value))
+    return format(value, "f") if isinstance(value, decimal.Decimal) else _refuse_missing(value)
+
+
+class _Bare(str):
+    """A text that a list prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _with_bare_texts(value: Any) -> Any:
+    """The value, with each part as it is printed alone: Python writes a time in a list as datetime.time(1, 2)."""
+    if isinstance(value, dict):
+        return {key: _with_bare_texts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_bare_texts, value))
+    if isinstance(value, _PRINTED_BARE):
+        return _Bare(_printed(value))
+    return _refuse_unprintable(value) if isinstance(value, bytes) else value
+
+
+_PRINTED_BARE = (decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, uuid.UUID)
+
+
 def _refuse_missing_items(values: Any) -> Any:
     """As `_refuse_missing`, for each of these values. Jinja2 maps and joins nothing for a null in place of them."""
     return None if values is None else [_refuse_missing(value) for value in values]
+
+
+def _printed_items(values: Any) -> Any:
+    """As `_refuse_missing_items`, with `_printed`."""
+    return None if values is None else [_printed(value) for value in values]
 
 
 class _PrintedDict(dict[Any, Any]):
@@ -312,7 +347,9 @@ class _TextsOfNulls(jinja2.visitor.NodeTransformer):
             case [nodes.Const(value=name)] if node.name == "map":
                 is_of_each = name in _OF_ONE_TEXT
         if node.node is not None and (is_of_each or node.name in _OF_ONE_TEXT):
-            node.node = _filtered(node.node, _ALL_PRINTED if is_of_each else _PRINTED)
+            node.node = _filtered(node.node, _ALL_PRINTED_TEXTS if is_of_each else _PRINTED_TEXT)
+        if node.node is not None and node.name in _WITH_DEFAULT and not (node.args or node.kwargs):
+            node.node = _filtered(node.node, _PRINTED)
         if node.name == "format":
             node.args = [_filtered(value, _PRINTED) for value in node.args]
             if node.dyn_args is not None:
@@ -321,29 +358,27 @@ class _TextsOfNulls(jinja2.visitor.NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the name is Jinja2's
         self.generic_visit(node)
-        node.nodes = [_filtered(value, _PRINTED) for value in node.nodes]
+        node.nodes = [_filtered(value, _PRINTED_TEXT) for value in node.nodes]
         return node
 
 
 # Names that no template can write.
 _PRINTED = "printed value"
+_PRINTED_TEXT = "printed text"
 _ALL_PRINTED = "printed values"
+_ALL_PRINTED_TEXTS = "printed texts"
 # Filters that make a text of their value, whatever it is.
 _OF_ONE_TEXT = (
-    *("capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags"),
-    *("title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap"),
+    *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace", "safe"),
+    *("string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap"),
 )
+# Filters that make a 0 of what is no number, unless the template names another value.
+_WITH_DEFAULT = ("int", "float")
 
 
 def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
-    by_place: tuple[Any, ...] = (
-        value,
-        name,
-        [],
-        [],
-        None,
-        None,
-    )  # with its arguments, which Jinja2 takes by place only
+    # Jinja2 takes the filter's arguments by place only.
+    by_place: tuple[Any, ...] = (value, name, [], [], None, None)
     return nodes.Filter(*by_place, lineno=value.lineno)
 
 

@@ -41,7 +41,6 @@ from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import STRUCTURE_FIELDS
 from batchinf.tasks.base import Task
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
@@ -501,8 +500,11 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
         from batchinf.engines.vllm.structured_output.tools import CallParser
 
         calls = Calls(CallParser(spec, tokenizer), job_id)
-    structures = {*(spec.sampling.structured_outputs or {}), *map(STRUCTURE_FIELDS.get, spec.sampling.columns)}
-    may_match = bool(structures & {"regex", "grammar"}) or spec.input.is_batch_file or calls is not None
+    of_job = spec.sampling.structured_outputs or {}
+    has_structure = any(
+        kind in of_job or spec.rows_may_set(f"structured_outputs.{kind}") for kind in ("regex", "grammar")
+    )
+    may_match = has_structure or calls is not None
     if detokenizer is not None and spec.scripted is None and may_match:
         from batchinf.engines.vllm.structured_output.structures import matcher
 

@@ -30,7 +30,7 @@ JSON = "not read beside files of another format; `input.format: json` reads thes
 PICTURES = "no row is made of a picture beside other data; `input.format: images` makes one of each"
 
 # How datasets on the hub name the files of a split, as in data/train-00000-of-00001.parquet.
-_SPLIT = re.compile(r"(?:^|[/._-])(train|test|validation|valid|val|dev|eval)(?=[/._-])")
+_SPLIT = re.compile(r"(?:^|[/._-])(train|test|training|testing|validation|valid|val|dev|eval|evaluation)(?=[/._-])")
 
 _ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json")  # `datasets` writes them beside its files
 

@@ -18,7 +18,7 @@ from batchinf.base.errors import DriftError, InputError, NoRowsError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
-from batchinf.source.files import InputFile, InputLocation, refuse_pointers
+from batchinf.source.files import FIRST_RULES, InputFile, InputLocation, refuse_pointers
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
@@ -116,9 +116,12 @@ def _of_files(
         version, scanned = first_version(scanner, files)
         if input.is_new:
             _refuse_headless(format, scanned, version)
+            _refuse_lost_folders(scanned.values())
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
+        if new == "take" and input.rules != FIRST_RULES:
+            _refuse_lost_folders(scanned.values())
     if input.is_shuffled and new != "ignore":
         scanned = {number: (file, scanner.spooled(file, entry)) for number, (file, entry) in scanned.items()}
     save_version(cache, versions[-1])
@@ -322,6 +325,24 @@ def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
         if remark := by_schema[entry.schema]:
             remarks.setdefault(remark, []).append(file.name)
     return remarks
+
+
+def _refuse_lost_folders(scanned: Iterable[ScannedFile]) -> None:
+    """Raises InputError if a file's folder names a value of a column that only other files have: it would be null."""
+    with_rows = [(file, entry) for file, entry in scanned if entry.num_rows]
+    if not any("=" in file.name for file, _ in with_rows):
+        return
+    columns = {
+        entry.schema: entry.arrow_schema().names for entry in {entry.schema: entry for _, entry in with_rows}.values()
+    }
+    owners = {column: file.name for file, entry in with_rows for column in columns[entry.schema]}
+    for file, entry in with_rows:
+        for column, value in folder_values(file.name).items():
+            if value is not None and column in owners and column not in columns[entry.schema]:
+                raise InputError(
+                    f"column '{column}': {owners[column]} has it itself, and {file.name} only in its folder's name, "
+                    "which would be lost; give all files the column, or none"
+                )
 
 
 def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:

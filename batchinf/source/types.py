@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import list_names
 
 MAX_COLUMNS = 4096  # of JSON lines: further columns are in the schema only if they are asked for by their names
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
@@ -251,8 +252,10 @@ _DIGITS = {
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns with their plain types, without metadata."""
-    return pa.schema([_plain_field(field, _plain(field.type)) for field in schema])
+    """The columns with their plain types, without metadata, and a remark on times in nanoseconds."""
+    names = [field.name for field in schema if pa.time64("ns") in _and_inner(field.type)]
+    words = f"times in nanoseconds ({list_names(names)}) are read to the microsecond" if names else ""
+    return with_remark(pa.schema([_plain_field(field, _plain(field.type)) for field in schema]), words)
 
 
 def _plain(type: pa.DataType, leaves: Mapping[pa.DataType, pa.DataType] = _PLAIN) -> pa.DataType:
@@ -274,8 +277,11 @@ def cast_column(column: Any, type: pa.DataType) -> Any:
     """An array in another type. Raises `pa.ArrowInvalid` if a value would change."""
     if column.type.equals(type):
         return column
-    # In two steps: Arrow casts a dictionary to its own values, but not to every other type.
-    for step in (_plain(column.type), type):
+    # In steps: Arrow casts a dictionary to its own values, but not to every other type, and not if they are views.
+    first = column.type
+    if isinstance(first, pa.DictionaryType):
+        first = pa.dictionary(first.index_type, _plain(first.value_type))
+    for step in (first, _plain(column.type), type):
         column = column if column.type.equals(step) else column.cast(step)
     return column
 

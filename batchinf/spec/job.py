@@ -364,10 +364,14 @@ class JobSpec(Section):
             raise wrong(f"got it with input.tool_choice {choice}, which forces a call in its place; leave out one of "
                         "them", "sampling.structured_outputs")  # fmt: skip
 
+    def rows_may_set(self, field: str) -> bool:
+        """Whether a row may have its own value of a field of `sampling`: by a column, or as a line of a batch file."""
+        return self.input.is_batch_file or field in self.sampling.columns
+
     @property
     def may_have_structures(self) -> bool:
         """Whether a row's text may have to follow a structure: the job's, the row's own, or that of a tool call."""
-        has_own = self.input.is_batch_file or self.model.tool_parser is not None
+        has_own = self.rows_may_set("structured_outputs") or self.model.tool_parser is not None
         return self.sampling.may_have("structured_outputs") or has_own
 
     @property

@@ -157,7 +157,7 @@ class Task(abc.ABC):
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self.reads_prompt_logits = spec.sampling.prompt_logprobs is not None
-        self.reads_prefix_cache = spec.sampling.prompt_logprobs is None or spec.input.is_batch_file
+        self.reads_prefix_cache = spec.sampling.prompt_logprobs is None or spec.rows_may_set("prompt_logprobs")
         self.logprobs_mode = spec.sampling.logprobs_mode
         self._has_id = spec.input.id_column is not None
         self._new_names = spec.output.keep_columns

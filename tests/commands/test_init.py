@@ -289,6 +289,7 @@ def pictures_of(form: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict[str
     return rows_file(folder, [{"messages": [turn], **column}] * 3), found
 
 
+@pytest.mark.usefixtures("quick_vllm_replicas")  # as in tests/planning/test_images.py
 @pytest.mark.parametrize(
     "form",
     [

@@ -423,26 +423,30 @@ def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
         "at": [datetime.datetime(2026, 1, 2, 3, 4, 5), None],
         "exact": pa.array([1_767_323_045_000_000_001, None], pa.timestamp("ns")),
         "number": [float("nan"), float("inf")],
+        "time": pa.array([3_723_000_000_005, None], pa.time64("ns")),
+        "times": pa.array([[{"t": 3_723_000_000_005}], None], pa.list_(pa.struct([("t", pa.time64("ns"))]))),
     })  # fmt: skip
     pq.write_table(table, tmp_path / "in.parquet")
     spec = jobs.spec_of(
         tmp_path,
         input={"path": str(tmp_path / "in.parquet"), "id_column": None},
-        output={"keep_columns": ["data", "at", "exact", "number"]},
+        output={"keep_columns": ["data", "at", "exact", "number", "time", "times"]},
     )
     jobs.finish(spec)
-    columns = ("data", "at", "exact", "number")
+    columns = ("data", "at", "exact", "number", "time", "times")
     done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=columns)
     first, second = lines_of(tmp_path / "rows.jsonl")
     text = base64.b64encode(b"\xff\x00").decode()
     exact = "2026-01-02T03:04:05.000000001"
-    assert first == {"data": text, "at": "2026-01-02T03:04:05", "exact": exact, "number": None}
-    assert second == {"data": None, "at": None, "exact": None, "number": None}
+    time = "01:02:03.000000005"
+    at = "2026-01-02T03:04:05"
+    assert first == {"data": text, "at": at, "exact": exact, "number": None, "time": time, "times": [{"t": time}]}
+    assert second == dict.fromkeys(columns)
     exported(tmp_path / "out", tmp_path / "rows.csv", columns=columns)
     assert (tmp_path / "rows.csv").read_text().splitlines() == [
-        '"data","at","exact","number"',
-        f'"{text}",2026-01-02 03:04:05.000000,2026-01-02 03:04:05.000000001,nan',
-        ",,,inf",
+        '"data","at","exact","number","time","times"',
+        f'"{text}",2026-01-02 03:04:05.000000,2026-01-02 03:04:05.000000001,nan,{time},"[{{""t"":""{time}""}}]"',
+        ",,,inf,,",
     ]  # fmt: skip
     assert done.notes == ()
 

@@ -1,6 +1,7 @@
 """Which rows are run: by themselves, and through whole jobs that are hurt, cut, retried and looked at."""
 
 import contextlib
+import decimal
 import gzip
 import json
 import pathlib
@@ -183,6 +184,12 @@ def test_the_hash_never_changes() -> None:
     row = {"a": [1], "b": ["x"], "c": [0.5], "d": [True], "e": [None], "f": [{"y": None, "x": [1.0]}]}
     assert row_hashes(pa.table(row)).tolist() == [PINNED]
     assert is_in_share(np.array([0, 2**63, 2**64 - 1], np.uint64), 0.5).tolist() == [True, True, False]
+
+
+def test_a_decimal_has_the_hash_of_its_text() -> None:
+    """As docs/selection.md says. Another hash would give a job that has begun other rows."""
+    exact, text, double = (row_hashes(pa.table({"x": [value]})) for value in (decimal.Decimal("1.50"), "1.50", 1.5))
+    assert exact == text != double
 
 
 PINNED = 10313017175085145133

@@ -32,8 +32,12 @@ QWEN_PROCESSOR = {
 }  # fmt: skip
 
 
-# As in production, where Pillow's warnings are no errors.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    # As in production, where Pillow's warnings are no errors.
+    pytest.mark.filterwarnings("ignore"),
+    # Each question to an image processor would import PyTorch: 12 s of processor time.
+    pytest.mark.usefixtures("quick_vllm_replicas"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -426,6 +426,21 @@ def test_an_image_is_fetched_once(server: Server) -> None:
     assert server.asked[1:] == ["/status/404"] * 2
 
 
+def test_rows_that_wait_for_one_download_fail_with_an_error_each(server: Server) -> None:
+    images = loader(hosts=[server.host], timeout_s=0.5)
+
+    def failure(url: str) -> RowFailed:
+        with pytest.raises(RowFailed) as caught:
+            images.load(url)
+        return caught.value
+
+    with ThreadPoolExecutor(8) as threads:
+        failures = list(threads.map(failure, [f"{server.url}/stall"] * 8))
+    assert len(server.asked) < 8
+    assert len({id(one) for one in failures}) == 8
+    assert {one.error.error_type for one in failures} == {"image_timeout"}
+
+
 def test_only_recent_images_are_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinf.prompts.downloads._KEPT_BYTES", 2 * len(PICTURE))
     images = loader(hosts=[server.host])

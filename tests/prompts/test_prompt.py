@@ -1,5 +1,7 @@
 """Row → token ids: each way in which a row can have no prompt, and ids that are the tokenizer's own."""
 
+import datetime
+import decimal
 import math
 from typing import Any
 
@@ -349,6 +351,11 @@ NULLS_MADE_TEXTS = [
     ("{{ '{a}'.format_map({'a': x}) }}{{ y }}", "Noneb"),
     ("{{ '{0[a]}'.format({'a': x}) }}{{ y }}", "Noneb"),
     ("{% set z = 'a' ~ x %}{{ z }}", "aNone"),
+    ("{{ x | safe }}{{ y }}", "Noneb"),
+    ("{{ x | pprint }}{{ y }}", "Noneb"),
+    ("{{ x | format }}{{ y }}", "Noneb"),
+    ("{{ x | int }}{{ y }}", "0b"),
+    ("{{ x | float + 1 }}{{ y }}", "1.0b"),
 ]
 
 
@@ -369,6 +376,7 @@ def test_a_null_never_becomes_a_word(template: str, before: str, value: object, 
     ("template", "text"),
     [
         ("{{ (x or '-') | trim }}{{ y }}", "-b"),
+        ("{{ x | int(7) }}{{ x | float(default=1.5) }}{{ y }}", "71.5b"),
         ("{% if x %}{{ x }}{% else %}none{% endif %}{{ y }}", "noneb"),
         ("{{ x | tojson }}{{ y }}", "nullb"),
         ("{{ 5 % 3 }}{{ [y, y] | join(x or '+') }}", "2b+b"),
@@ -502,3 +510,45 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Any, content: str | None) -> N
     assert str(caught.value).startswith(f"cannot load the tokenizer of '{tmp_path}': ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "before"),
+    [
+        ([datetime.time(1, 2, 3)], "[01:02:03]", "[datetime.time(1, 2, 3)]"),
+        ({"d": datetime.date(2024, 1, 31), "n": None}, "{'d': 2024-01-31, 'n': None}",
+         "{'d': datetime.date(2024, 1, 31), 'n': None}"),
+        ([("k", decimal.Decimal("0E-9"))], "[('k', 0.000000000)]", "[('k', Decimal('0E-9'))]"),
+        ([{"t": [datetime.timedelta(1)]}, "a"], "[{'t': [1 day, 0:00:00]}, 'a']",
+         "[{'t': [datetime.timedelta(days=1)]}, 'a']"),
+        ([b"ab"], None, "[b'ab']"),
+        ({"a": [b"ab"]}, None, "{'a': [b'ab']}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("template", ["{{ x }}", "{{ x | string }}", "{{ x ~ '' }}", "{{ [x] | join(',') }}"])
+def test_values_in_a_list_are_printed_as_alone(value: object, text: str | None, before: str, template: str) -> None:
+    spec = make_spec(input={"prompt_template": template})
+    rendered = jobs.or_error(Renderer(spec).render, Row(0, {"x": value}))
+    if text is None:
+        assert isinstance(rendered, RowError) and "it prints bytes" in rendered.error_message
+    else:
+        assert rendered == text
+    assert Renderer(spec.model_copy(update={"rules": FIRST_RULES})).render(Row(0, {"x": value})) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "before"),
+    [
+        ("{{ x }}{{ y }}", "0.000000000b", "0E-9b"),
+        ("{{ x ~ y }}", "0.000000000b", "0E-9b"),
+        ("{{ [x, y] | join }}", "0.000000000b", "0E-9b"),
+        ("{{ x | trim }}{{ y }}", "0.000000000b", "0E-9b"),
+        ("{{ '%.2f' | format(x) }}{{ '%.1f' % x }}{{ x + 1 }}", "0.000.01.000000000", "0.000.01.000000000"),
+    ],
+)
+def test_a_decimal_is_printed_in_plain_digits(template: str, text: str, before: str) -> None:
+    """The 0 of BigQuery's NUMERIC, which has nine decimals."""
+    row = {"x": decimal.Decimal("0E-9"), "y": "b"}
+    spec = make_spec(input={"prompt_template": template})
+    assert Renderer(spec).render(Row(0, row)) == text
+    assert Renderer(spec.model_copy(update={"rules": FIRST_RULES})).render(Row(0, row)) == before

@@ -118,6 +118,16 @@ def test_a_value_that_cannot_be_is_an_error_of_its_row(field: str, value: Any, m
     assert found == RowError("invalid_sampling", message)
 
 
+@pytest.mark.parametrize(("field", "value"), [("logit_bias", {"1536": 1}), ("allowed_token_ids", [5, 1536])])
+def test_a_token_outside_the_vocabulary_is_an_error_of_its_row(field: str, value: Any) -> None:
+    rows = RowSampling(sampling(**{field: {"column": "own"}}), 1536)
+    message = f"sampling.{field} (column 'own'): got token 1536; the model's vocabulary ends at 1535"
+    assert rows.of({"own": value}) == RowError("invalid_sampling", message)
+    message = f"sampling.{field}: got token 1536; the model's vocabulary ends at 1535"  # of a line of a batch file
+    assert RowSampling(sampling(), 1536).with_values({field: value}) == RowError("invalid_sampling", message)
+    assert isinstance(RowSampling(sampling(), 1537).with_values({field: value}), SamplingSpec)
+
+
 def test_what_utf_8_cannot_hold_is_shown_escaped() -> None:
     found = RowSampling(sampling(max_tokens={"column": "own"})).of({"own": "\ud800" * 99})
     assert isinstance(found, RowError)

@@ -297,4 +297,5 @@ def test_no_backend_stores_a_text_that_breaks_its_schema(config: dict[str, Any] 
                 plain.validate(json.loads(row["text"]))
     print(f"{finished} finished, {violated} violated, of {len(found)}: {config}")
     assert finished > len(found) / 20
-    assert violated > 0
+    # Which schemas outlines gives up depends on the time that it has, so it may leave no text that breaks its schema.
+    assert violated > 0 or config == {"backend": "outlines"}

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 import datasets
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -113,6 +114,14 @@ def edited(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
     in_place(path, KINDS[kind](rows_of("b", "new" if keeps_size else "newer")))
 
 
+def one_value(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
+    """One value of a row that is read early; of Parquet, only bytes that were read count."""
+    rows = rows_of("b", "old")
+    row = rows[NUM_ROWS // 2 - 1]
+    row[PROMPT] = str(row[PROMPT]).replace("old", "new" if keeps_size else "newer " * 20)
+    in_place(path, KINDS[kind](rows))
+
+
 def renamed_over(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
     by_rename(path, KINDS[kind](rows_of("b", "new" if keeps_size else "newer")))
 
@@ -160,16 +169,29 @@ def copied(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
     os.utime(path, (0, 0))
 
 
+def made_read_only(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
+    path.chmod(0o444)
+
+
+def moved(path: pathlib.Path, kind: str, *, keeps_size: bool) -> None:
+    """As a folder is copied to another disk: other inodes, and the mtimes of before."""
+    folder = path.parent
+    shutil.copytree(folder, folder.with_name("moved"))
+    shutil.rmtree(folder)
+    folder.with_name("moved").rename(folder)
+
+
 CHANGES = {
     "edited": [(edited, True), (edited, False)],
+    "one value": [(one_value, True), (one_value, False)],
     "replaced by rename": [(renamed_over, True), (renamed_over, False)],
     "shuffled": [(shuffled, True), (shuffled, False)],
     "appended": [(appended, False)],
     "truncated": [(truncated, False)],
     "swapped": [(swapped, True), (swapped_content, True)],
-    "touched": [(touched, True), (copied, True)],
+    "touched": [(touched, True), (copied, True), (made_read_only, True), (moved, True)],
 }
-HARMLESS, SWAPS = {touched, copied}, {swapped, swapped_content}
+HARMLESS, SWAPS = {touched, copied, made_read_only, moved}, {swapped, swapped_content}
 MOMENTS = ("before a resume", "before the file is opened", "while it is read", "after its last row")
 TABLE = [
     pytest.param(kind, change, keeps_size, moment, id=f"{kind[1:]}, {change.__name__}, {keeps_size}, {moment}")
@@ -340,6 +362,46 @@ def test_a_saved_dataset(how: str, moment: str, tmp_path: pathlib.Path) -> None:
 
 
 # -- Parquet: what was read --------------------------------------------------------------------------------------------
+
+
+def by_duckdb(table: pa.Table, path: pathlib.Path) -> None:
+    duckdb.from_arrow(table).write_parquet(str(path), compression="uncompressed", row_group_size=2048)
+
+
+def by_pages_of_version_2(table: pa.Table, path: pathlib.Path) -> None:
+    pq.write_table(table, path, compression="none", row_group_size=2048, use_dictionary=False, data_page_version="2.0")
+
+
+def by_pyarrow(table: pa.Table, path: pathlib.Path) -> None:
+    pq.write_table(table, path, compression="none", row_group_size=2048)
+
+
+@pytest.mark.parametrize("write", [by_duckdb, by_pyarrow, by_pages_of_version_2])
+@pytest.mark.parametrize("moment", ["while it is read", "before a resume"])
+def test_a_file_that_its_writer_shuffles_is_noticed(
+    write: Callable[[pa.Table, pathlib.Path], None],
+    moment: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("batchinf.source.formats.parquet.GROUP_ROWS", 4096)  # no copy is made
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.parquet"
+    table = pa.table({ID: [f"{n:06d}" for n in range(4096)], PROMPT: [f"{n:06d} words" for n in range(4096)]})
+    write(table, path)
+    size = path.stat().st_size
+    source = opened(tmp_path)
+    read(source, 0, 10)
+    # Rows change their places within a row group, so the footer's statistics stay equal.
+    write(pa.concat_tables([table.slice(start, 2048).take(list(range(2047, -1, -1))) for start in (0, 2048)]), path)
+    assert path.stat().st_size == size
+    look = {
+        "while it is read": lambda: source.read(4000, 4010),
+        "before a resume": lambda: resumed(tmp_path, source.fingerprints),
+    }
+    with pytest.raises(DriftError, match=r"a\.parquet"):
+        look[moment]()
+    source.close()
 
 
 def test_columns_that_were_never_read_may_change(tmp_path: pathlib.Path) -> None:

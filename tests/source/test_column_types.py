@@ -1,6 +1,8 @@
 import json
 import pathlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -205,3 +207,15 @@ def test_types_that_no_type_holds_together(first: pa.DataType, second: pa.DataTy
     message = f"column 'x' is {first} in a.arrow and {second} in b.arrow; write the files with one type"
     with pytest.raises(InputError, match=re.escape(message)):
         open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_categories_as_polars_writes_them(make: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    categories = pa.array(["p", "q"], pa.string_view())
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.uint32()), categories)
+    table = pa.table({"kind": column})
+    with make(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    source = open_source(InputLocation(str(tmp_path / "x.arrow")), tmp_path / "cache")
+    assert [row.values["kind"] for row in source.read(0, 3)] == ["p", "q", None]
+    assert source.read_columns(0, 3, ["kind"])["kind"].to_pylist() == ["p", "q", None]

@@ -188,9 +188,18 @@ def test_quotes_that_are_text(tmp_path: pathlib.Path) -> None:
     assert [row["text"] for row in values_of(found)] == ['"open', 'x"y']
 
 
-def test_a_dialect_for_another_format(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InputError, match=r"input.csv is given, but .*x.jsonl has the format jsonl; leave it out"):
-        opened(tmp_path, b"{}", CsvDialect(), "x.jsonl")
+def test_both_guesses_about_a_file_are_said(tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, "id\tprompt\n1\tПривет\n2\tb\n".encode("utf-16"))
+    words = "its fields are separated by tabs, as its first rows show; it is UTF-16, as its first bytes show"
+    assert found.remarks == {words: ["x.csv"]}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "arrow"])
+def test_a_dialect_for_another_format(format: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(
+        InputError, match=rf"input.csv is given, but .*x.{format} has the format {format}; leave it out"
+    ):
+        opened(tmp_path, b"{}", CsvDialect(), f"x.{format}")
 
 
 def test_numbers_are_printed_as_they_stand(tmp_path: pathlib.Path) -> None:

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinf.base.errors import DriftError
+from batchinf.base.errors import DriftError, InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Source, open_source
 
@@ -58,3 +58,27 @@ def test_a_column_of_the_files_stays(tmp_path: pathlib.Path) -> None:
     source = open_source(InputLocation(str(tmp_path / "data")), tmp_path / "cache")
     assert values(source) == [{"text": "y"}, {"lang": "own"}]
     assert source.schema.names == ["text", "lang"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_does_not_lose_its_value_to_a_column_of_other_files(is_new: bool, tmp_path: pathlib.Path) -> None:
+    lines(tmp_path / "data", "lang=de/a.jsonl", '{"text": "x", "lang": "own"}')
+    lines(tmp_path / "data", "lang=fr/b.jsonl", '{"text": "y"}')
+    lines(tmp_path / "data", "lang=__HIVE_DEFAULT_PARTITION__/c.jsonl", '{"text": "z"}')
+    location = InputLocation(str(tmp_path / "data"), is_new=is_new)
+    if not is_new:  # a job of before goes on
+        assert sorted(row["text"] for row in values(open_source(location, tmp_path / "cache"))) == ["x", "y", "z"]
+        return
+    with pytest.raises(
+        InputError, match=r"column 'lang': lang=de/a\.jsonl has it itself, and lang=fr/b\.jsonl only in"
+    ):
+        open_source(location, tmp_path / "cache")
+
+
+def test_a_folder_that_comes_later_does_not_lose_its_value(tmp_path: pathlib.Path) -> None:
+    lines(tmp_path / "data", "lang=de/a.jsonl", '{"text": "x", "lang": "own"}')
+    location = InputLocation(str(tmp_path / "data"))
+    first = open_source(location, tmp_path / "cache")
+    lines(tmp_path / "data", "lang=fr/b.jsonl", '{"text": "y"}')
+    with pytest.raises(InputError, match="only in its folder's name"):
+        open_source(location, tmp_path / "cache", first.fingerprints, "take")

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import pathlib
@@ -155,3 +156,20 @@ def test_files_with_byte_order_marks_that_were_joined(name: str, end: str, tmp_p
     found = open_source(InputLocation(str(tmp_path / name)), tmp_path / "cache")
     assert [(row.values, row.error) for row in found.read(0, found.num_rows)] == [({"text": t}, None) for t in texts]
     found.close()
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_values_are_those_of_the_file_and_not_of_the_columns_type(
+    name: str, is_shuffled: bool, tmp_path: pathlib.Path
+) -> None:
+    """A key that is absent stays absent, and 1 does not become 1.0, whatever the other rows have."""
+    values: list[object] = [{"a": 1}, {"a": 1, "b": None}, {}, {"a": 1.0}, None, [{"a": 1}, {"b": 2}]]
+    rows = [{"v": value} for value in values] + [{"other": 1}]
+    content = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    source = open_source(InputLocation(str(tmp_path / name), is_shuffled=is_shuffled), tmp_path / "cache")
+    for columns in (None, ["v", "other"]):
+        assert [json.dumps(row.values) for row in source.read(0, len(rows), columns)] == list(map(json.dumps, rows))
+    source.close()

@@ -107,3 +107,20 @@ def test_a_column_that_is_wide_only_when_decoded_is_read_by_rows(
                 assert read == expected
                 assert [row.values for row in source.read(start, stop)] == expected
     assert max(decoded) <= 5  # of 7 in a row group
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_times_that_lose_digits_are_named(ending: str, tmp_path: pathlib.Path) -> None:
+    times = pa.array([3_723_000_000_005], pa.time64("ns"))
+    table = pa.table(
+        {"t": times, "l": pa.ListArray.from_arrays([0, 1], times), "u": times.cast(pa.time64("us"), safe=False)}
+    )
+    path = tmp_path / f"x.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+    with contextlib.closing(open_source(InputLocation(str(path)), tmp_path / "cache")) as source:
+        assert [*source.remarks] == ["times in nanoseconds (t, l) are read to the microsecond"]
+        assert source.read(0, 1)[0].values["t"] == datetime.time(1, 2, 3)

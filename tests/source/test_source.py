@@ -3,9 +3,11 @@ import pathlib
 import shutil
 import threading
 
+import pyarrow as pa
 import pytest
 from inputs import FORMATS, check, make_jsonl_folder, open_jsonl, refusal
 
+from batchinf.base.errors import InputError
 from batchinf.source import files as input_files
 from batchinf.source import rows
 from batchinf.source.files import InputLocation
@@ -114,3 +116,17 @@ def test_one_clear_line_for_what_cannot_be_read(
     said = refusal(files, location, tmp_path)
     assert message in said
     assert "\n" not in said
+
+
+def test_a_second_arrow_stream_in_a_file(tmp_path: pathlib.Path) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": ["x", "y"]}))
+    stream = sink.getvalue().to_pybytes()
+    (tmp_path / "two.arrow").write_bytes(stream * 2)
+    (tmp_path / "open.arrow").write_bytes(stream[:-8])  # without its end, as of a writer that is still at work
+    with pytest.raises(InputError, match=r"two\.arrow: more bytes follow the end of its Arrow stream"):
+        open_source(InputLocation(str(tmp_path / "two.arrow")), tmp_path / "cache")
+    begun = open_source(InputLocation(str(tmp_path / "two.arrow"), rules=1), tmp_path / "begun")
+    assert begun.num_rows == 2
+    assert open_source(InputLocation(str(tmp_path / "open.arrow")), tmp_path / "other").num_rows == 2

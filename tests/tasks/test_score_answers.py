@@ -52,6 +52,11 @@ DATASETS: dict[str, tuple[list[tuple[object, Sequence[str]]], str, list[int | No
     "SciQ": ([("sat down.", ENDINGS), ("ran.", ENDINGS)], "texts", [1, 0]),
     # Answers of sums: texts of choices, though all are numbers, and one is a place, too.
     "sums": ([("95", ["106", "95"]), ("1", ["3", "1", "7"]), ("7", ["7", "10"])], "texts", [1, 1, 0]),
+    # Product codes with blanks around them.
+    "long codes": (
+        [(" 12345678901", ["12345678901", "12345678902"]), ("12345678902", ["12345678901", "12345678902"])],
+        "texts", [0, 1],
+    ),
     "small numbers": ([("2", ["1", "2", "3"]), ("3", ["1", "2", "3"])], "texts", [1, 2]),
     "none known": ([(None, ENDINGS), ("", ENDINGS)], "auto", [None, None]),
     "not from 1": ([("4", ENDINGS), ("0", ENDINGS), ("2", ENDINGS)], "places", [None, 0, 2]),

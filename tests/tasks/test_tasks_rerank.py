@@ -24,7 +24,7 @@ from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 from batchinf.tasks.registry import task_of, task_type
 from batchinf.tasks.vectors.rerank import cosines, ranked
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest
@@ -57,11 +57,12 @@ def line(number: object = 0, url: str = "/v1/score", /, **body: Any) -> dict[str
 
 
 def scored(spec: JobSpec | None = None, /, **body: Any) -> RerankRequest | RowError:
-    return RerankReader(spec or spec_of()).read(line(**body))
+    return jobs.or_error(RerankReader(spec or spec_of()).read, line(**body))
 
 
 def reranked(spec: JobSpec | None = None, /, **body: Any) -> RerankRequest | RowError:
-    return RerankReader(spec or spec_of()).read(line(0, "/rerank", **{"query": "q", "documents": ["a", "b"], **body}))
+    values = line(0, "/rerank", **{"query": "q", "documents": ["a", "b"], **body})
+    return jobs.or_error(RerankReader(spec or spec_of()).read, values)
 
 
 def built(values: dict[str, Any], spec: JobSpec | None = None, max_model_len: int | None = 64) -> Prompt:
@@ -552,3 +553,10 @@ def test_columns_pairs_and_a_comparison(tmp_path: pathlib.Path) -> None:
             json.loads(text)["response"]["body"] for text in (tmp_path / f"{name}.jsonl").read_text().splitlines()
         ]
         assert [len(body[key]) for body in bodies] == [2 if name == "lists" else 1] * 9
+
+
+def test_a_width_of_a_cross_encoder_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"pooling.width: got 7 with a cross-encoder, whose score is one number"):
+        spec_of(pooling={"width": 7})
+    assert spec_of(pooling={"width": 1}).pooling.width == 1  # type: ignore[attr-defined]
+    assert spec_of(pooling={"width": 7}, rules=FIRST_RULES).pooling.width == 1  # type: ignore[attr-defined]

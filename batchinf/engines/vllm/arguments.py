@@ -172,9 +172,9 @@ def scored_ks(task: Task) -> list[int]:
 def wants_late_mask(task: Task) -> bool:
     """Whether requests may want raw logprobs of structured outputs. With a batch file they may."""
     spec = task.spec
-    has_logprobs = spec.sampling.logprobs is not None or bool(spec.sampling.logprob_token_ids)
-    may_have_both = spec.input.is_batch_file or (spec.may_have_structures and has_logprobs)
-    return task.logprobs_mode.startswith("raw_") and may_have_both
+    sampling = spec.sampling
+    has_logprobs = spec.rows_may_set("logprobs") or sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+    return task.logprobs_mode.startswith("raw_") and spec.may_have_structures and has_logprobs
 
 
 def _cpu_defaults(spec: JobSpec, max_model_len: int | None) -> dict[str, Any]:

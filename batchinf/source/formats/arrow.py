@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.base.errors import InputError
 from batchinf.source.cache import FileFindings, Scratch
 from batchinf.source.digests import Watch
-from batchinf.source.files import InputFile, content_hash
+from batchinf.source.files import FIRST_RULES, InputFile, InputLocation, content_hash
 from batchinf.source.formats.base import (
     ColumnarReader,
     FileFormat,
@@ -42,6 +43,14 @@ class Arrow(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
 
+    def __init__(self, rules: int | None = None) -> None:
+        """rules: see `InputLocation`."""
+        self._takes_first_stream = rules == FIRST_RULES
+
+    def for_input(self, input: InputLocation) -> FileFormat:
+        super().for_input(input)
+        return Arrow(input.rules)
+
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Streams, and files whose batches are compressed, are spooled."""
         digest = content_hash(file)
@@ -51,7 +60,12 @@ class Arrow(FileFormat):
             except pa.ArrowInvalid:
                 stream = pa.ipc.open_stream(mapped)
                 schema = plain_schema(stream.schema)
-                return FileFindings(digest, spool(stream, schema, scratch), schema)
+                num_rows = spool(stream, schema, scratch)
+                if mapped.tell() < mapped.size() and not self._takes_first_stream:
+                    raise InputError(
+                        f"{file.name}: more bytes follow the end of its Arrow stream; write one stream"
+                    ) from None
+                return FileFindings(digest, num_rows, schema)
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch

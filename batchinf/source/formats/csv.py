@@ -256,7 +256,7 @@ class _Rows:
             self.remarks.append(f"its fields are separated by {_sign(delimiter)}, {followed} its first line says")
         elif delimiter not in (dialect.delimiter, usual):
             self.remarks.append(f"its fields are separated by {_sign(delimiter)}, as its first rows show")
-        elif self._encoding not in (dialect.encoding, _UTF8):
+        if self._encoding not in (dialect.encoding, _UTF8):
             self.remarks.append("it is UTF-16, as its first bytes show")
         self._form = {"delimiter": delimiter, **form}
         self._escaped_quote = (self._escape or "\\") + dialect.quotechar

@@ -31,7 +31,7 @@ from batchinf.source.formats.base import (
     spans,
 )
 from batchinf.source.ranges import RangedFile, RangeReader
-from batchinf.source.types import MixedTypes, cast_column, plain_schema, with_remark
+from batchinf.source.types import MixedTypes, cast_column, plain_schema, remark_of, with_remark
 
 GROUP_ROWS = 20_000  # a row group up to this size is read directly
 GROUP_BYTES = 64 << 20
@@ -58,6 +58,7 @@ class Parquet(FileFormat):
         return self.name if self._wraps_int96 else _WHOLE_INT96
 
     def for_input(self, input: InputLocation) -> FileFormat:
+        super().for_input(input)
         return Parquet(input.rules)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
@@ -198,6 +199,7 @@ def _schema_of(file: InputFile, metadata: pq.FileMetaData, key: str) -> pa.Schem
     with ParquetFile(file.path, metadata=metadata, **_int96(key)) as parquet:
         schema = plain_schema(parquet.schema_arrow)
     words = f"INT96 timestamps ({list_names(list(names))}) are read to the microsecond"
+    words = "; ".join(filter(None, (remark_of(schema), words)))
     return with_remark(schema, words) if key == _WHOLE_INT96 else schema
 
 

@@ -42,7 +42,7 @@ class Generate(Task):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.num_rows_per_input = spec.sampling.n
-        self.rows_vary = "n" in spec.sampling.columns or spec.input.is_batch_file
+        self.rows_vary = spec.rows_may_set("n")
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)

@@ -44,7 +44,7 @@ class AnswerReader:
             return self._error(value)
         if self._answers == "texts":
             text = str(value)
-            text = text if number_in(text) is None else text.strip()
+            text = text.strip() if text.strip().isdecimal() else text
             return choices.index(text) if text in choices else self._error(value)
         place = value if isinstance(value, int) else number_in(value)
         if self._answers == "auto" and value in choices:

@@ -4,7 +4,7 @@ single texts for a bi-encoder."""
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import RowError, RowFailed, SpecError
@@ -12,7 +12,7 @@ from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
-from batchinf.prompts.openai.lines import Truncation
+from batchinf.prompts.openai.lines import Truncation, unsupported
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -28,8 +28,8 @@ _INPUTS_AT_ONCE = 256
 class _Draft:
     """A row before its inputs are encoded."""
 
-    request: RerankRequest | RowError
-    inputs: list[Input] = field(default_factory=list)
+    request: RerankRequest
+    inputs: list[Input]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,72 +70,60 @@ class RerankPrompts(PromptBuilder):
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """See `PromptBuilder`. A row is an error row if one of its inputs gives no prompt."""
         drafts = [self._read(row, max_model_len) for row in rows]
-        encoded = self._encode([text for draft in drafts for text in draft.inputs])
-        prompts = [
-            self._prompt(row, draft, list(itertools.islice(encoded, len(draft.inputs))), max_model_len)
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
+        encoded = self._encode([text for draft in drafts if isinstance(draft, _Draft) for text in draft.inputs])
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            if isinstance(draft, RowError):
+                prompts.append(Prompt(row.row_index, [], None, draft))
+            else:
+                encodings = list(itertools.islice(encoded, len(draft.inputs)))
+                prompts.append(self._prompt(row, draft.request, encodings, max_model_len))
         return self._adapter.apply(rows, prompts)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
-    def _request(self, row: Row) -> RerankRequest | RowError:
+    def _read(self, row: Row, max_model_len: int | None) -> _Draft | RowError:
         try:
-            if self._batch is not None:
-                return self._reader.read_row(row)
-            if row.error is not None:
-                return RowError("unreadable", row.error)
-            return self._reader.read_columns(row.values)
+            request = self._reader.read_row(row)
+            _check_limits(request, max_model_len)
+            return _Draft(request, self._inputs(request, max_model_len))
         except RowFailed as failed:
             return failed.error
 
-    def _read(self, row: Row, max_model_len: int | None) -> _Draft:
-        request = self._request(row)
-        if isinstance(request, RowError):
-            return _Draft(request)
-        if error := _wrong_limit(request, max_model_len):
-            return _Draft(error)
-        try:
-            queries = self._limited(request.queries, request.max_tokens_per_query, request, max_model_len)
-            documents = self._limited(request.documents, request.max_tokens_per_doc, request, max_model_len)
-        except ValueError as error:
-            return _Draft(RowError("tokenizer_error", f"the tokenizer failed: {error}"))
+    def _inputs(self, request: RerankRequest, max_model_len: int | None) -> list[Input]:
+        """The pairs of a cross-encoder, or the single texts of a bi-encoder. Raises RowFailed."""
+        sides = ((request.queries, request.max_tokens_per_query), (request.documents, request.max_tokens_per_doc))
+        side = self._side_of(request)
+        queries, documents = (
+            [self._limited(text, num_tokens, side, max_model_len) for text in texts] for texts, num_tokens in sides
+        )
         if not self._is_cross:
-            return _Draft(request, [*queries, *documents])
-        inputs: list[Input] = []
-        for pair in zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True):
-            try:
-                inputs.append(self._input(pair, request))
-            except RowFailed as failed:
-                return _Draft(failed.error)
-        return _Draft(request, inputs)
+            return [*queries, *documents]
+        pairs = zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True)
+        return [self._joined(pair, request) for pair in pairs]
 
-    def _input(self, pair: tuple[str, str], request: RerankRequest) -> Input:
-        """A query and a document as a cross-encoder takes them."""
-        return self._joined(pair) if self._template is None else self._render(self._template, pair, request)
-
-    def _joined(self, pair: tuple[str, str]) -> Input:
-        """As vLLM tokenises a pair. transformers' tokenizers take an empty second text for none."""
+    def _joined(self, pair: tuple[str, str], request: RerankRequest) -> Input:
+        """A query and a document by the template, or as vLLM tokenises a pair. Raises RowFailed."""
+        if self._template is not None:
+            messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
+            return self._template.render(messages, add_generation_prompt=False, **request.template_kwargs)
+        # transformers' tokenizers take an empty second text for none.
         return pair if self._has_separator and pair[1] else "".join(pair)
 
-    def _limited(
-        self, texts: Sequence[str], num_tokens: int, request: RerankRequest, max_model_len: int | None
-    ) -> list[str]:
-        """The texts, each of at most `num_tokens`; 0: any number. Of those that are far too long, a piece."""
-        cut = [self._cutter.cut(text, num_tokens, "right") for text in texts] if num_tokens else list(texts)
-        return cut if max_model_len is None else [self._piece(text, request, max_model_len) for text in cut]
+    def _limited(self, text: str, num_tokens: int, side: Side, max_model_len: int | None) -> str:
+        """The text with at most `num_tokens`; 0: any number. Raises RowFailed.
 
-    def _piece(self, text: str, request: RerankRequest, max_model_len: int) -> str:
-        """The text; of one that is far too long, a piece that is too long, which decides the outcome as the whole."""
-        side = self._side_of(request)
-        probed = self._encoder.probe(text, enough_tokens(max_model_len), side)
+        Of a text that is far too long, a piece that is too long, which decides the outcome as the whole. side: the side
+        of a prompt that is cut.
+        """
+        try:
+            text = self._cutter.cut(text, num_tokens, "right") if num_tokens else text
+            probed = None if max_model_len is None else self._encoder.probe(text, enough_tokens(max_model_len), side)
+        except ValueError as error:
+            raise RowFailed("tokenizer_error", f"the tokenizer failed: {error}") from None
         if probed is None:
             return text
         return text[: probed[1]] if side == "right" else text[-probed[1] :]
-
-    def _render(self, template: ChatTemplate, pair: tuple[str, str], request: RerankRequest) -> str:
-        messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
-        return template.render(messages, add_generation_prompt=False, **request.template_kwargs)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -161,13 +149,14 @@ class RerankPrompts(PromptBuilder):
                 return [self._encode_alike([one])[0] for one in inputs]
             return [RowError("tokenizer_error", f"the tokenizer failed: {describe_error(error)}")]
 
-    def _prompt(self, row: Row, draft: _Draft, encodings: Sequence[Any], max_model_len: int | None) -> Prompt:
-        request = draft.request
-        if isinstance(request, RowError):
-            return Prompt(row.row_index, [], None, request)
-        encoded = self._all_checked(encodings, request, max_model_len)
-        if isinstance(encoded, RowError):
-            return Prompt(row.row_index, [], None, encoded, request=request.form)
+    def _prompt(self, row: Row, request: RerankRequest, encodings: Sequence[Any], max_model_len: int | None) -> Prompt:
+        encoded: list[_Encoded] = []
+        for place, encoding in enumerate(encodings):
+            try:
+                encoded.append(self._fitted(encoding, request, max_model_len))
+            except RowFailed as failed:
+                error = self._named(failed.error, request, place)
+                return Prompt(row.row_index, [], None, error, request=request.form)
         inputs = tuple(each.ids for each in encoded)
         text = "\n".join(show(self._tokenizer, ids) for ids in inputs) if self._keeps_text else None
         return Prompt(
@@ -191,18 +180,6 @@ class RerankPrompts(PromptBuilder):
         """Of the inputs that are queries. They stand before the documents."""
         return 0 if self._is_cross else len(request.queries)
 
-    def _all_checked(
-        self, encodings: Sequence[Any], request: RerankRequest, max_model_len: int | None
-    ) -> list[_Encoded] | RowError:
-        """The tokens of all inputs, or the error of the first that has one, with its name."""
-        encoded: list[_Encoded] = []
-        for place, encoding in enumerate(encodings):
-            checked = self._checked(encoding, request, max_model_len)
-            if isinstance(checked, RowError):
-                return self._named(checked, request, place)
-            encoded.append(checked)
-        return encoded
-
     def _named(self, error: RowError, request: RerankRequest, place: int) -> RowError:
         """The error with the name of its input."""
         first_document = self._num_queries(request)
@@ -219,47 +196,37 @@ class RerankPrompts(PromptBuilder):
             return request.truncation.side or self._side_of_lines
         return self._side or "right"
 
-    def _checked(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
-        """The tokens of an input, cut if they are to be, or why the engine cannot take them."""
-        if isinstance(encoding, RowError):
-            return encoding
-        fitted = self._fitted(encoding, request, max_model_len)
-        if isinstance(fitted, _Encoded):
-            try:
-                self._check_ids(fitted.ids, max_model_len)
-            except RowFailed as failed:
-                return failed.error
-        return fitted
+    def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded:
+        """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them.
 
-    def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
-        """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them."""
-        room = self._room(request.truncation, max_model_len)
-        if isinstance(room, RowError):
-            return room
+        Raises RowFailed if the engine cannot take them.
+        """
+        if isinstance(encoding, RowError):
+            raise RowFailed(encoding.error_type, encoding.error_message)
         ids: list[int] = encoding.ids
-        kept: Sequence[int] | RowError = range(len(ids))
-        is_cut = room is not None and len(ids) > room
-        if room is not None and is_cut:
+        room = self._room(request.truncation, max_model_len)
+        kept: Sequence[int] = range(len(ids))
+        is_cut = False
+        if room is not None and len(ids) > room:
             kept = self._places(encoding, room, request)
-        if isinstance(kept, RowError):
-            return kept
+            is_cut = True
         types: list[int] = encoding.type_ids if self._has_types else [0] * len(ids)
         type_start = _type_start([types[place] for place in kept])
-        if isinstance(type_start, RowError):
-            return type_start
-        return _Encoded([ids[place] for place in kept], type_start, is_cut=is_cut)
+        kept_ids = [ids[place] for place in kept]
+        self._check_ids(kept_ids, max_model_len)
+        return _Encoded(kept_ids, type_start, is_cut)
 
-    def _room(self, truncation: Truncation | None, max_model_len: int | None) -> int | RowError | None:
+    def _room(self, truncation: Truncation | None, max_model_len: int | None) -> int | None:
         """The most tokens of a prompt, which is cut to them; None: it is not cut, or they are not known yet."""
         if truncation is None:
             return None if self._side is None else max_model_len
         if max_model_len is not None and truncation.num_tokens > max_model_len:
             got = f"got {truncation.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
+            raise unsupported(f"body.truncate_prompt_tokens: {got}")
         return max_model_len if truncation.num_tokens < 0 else truncation.num_tokens
 
-    def _places(self, encoding: Any, room: int, request: RerankRequest) -> Sequence[int] | RowError:
-        """The places of the tokens that stay in this room."""
+    def _places(self, encoding: Any, room: int, request: RerankRequest) -> Sequence[int]:
+        """The places of the tokens that stay in this room. Raises RowFailed."""
         side = self._side_of(request)
         if request.truncation is not None and request.truncation.side is not None:
             # vLLM cuts the plain ids, with the special tokens there.
@@ -273,48 +240,46 @@ class RerankPrompts(PromptBuilder):
 
     def _draft(self, row: Row, max_model_len: int | None) -> Draft:
         """The query and all documents as one text, for outlines and previews."""
-        request = self._request(row)
-        if isinstance(request, RowError):
-            return Draft(None, request)
+        try:
+            request = self._reader.read_row(row)
+        except RowFailed as failed:
+            return Draft(None, failed.error)
         return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder)
 
 
-def _wrong_limit(request: RerankRequest, max_model_len: int | None) -> RowError | None:
-    """The error of a request whose limits are not below the engine's length, as with vLLM's server."""
+def _check_limits(request: RerankRequest, max_model_len: int | None) -> None:
+    """Raise RowFailed for a request whose limits are not below the engine's length, as with vLLM's server."""
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         number = getattr(request, name)
         if max_model_len is not None and number >= max_model_len:
-            got = f"got {number:,}; must be below max_model_len {max_model_len:,}"
-            return RowError("unsupported_request", f"body.{name}: {got}")
-    return None
+            raise unsupported(f"body.{name}: got {number:,}; must be below max_model_len {max_model_len:,}")
 
 
-def _type_start(types: Sequence[int]) -> int | RowError | None:
-    """See `Request.token_type_start`. types: of the tokens of an input."""
+def _type_start(types: Sequence[int]) -> int | None:
+    """See `Request.token_type_start`. types: of the tokens of an input. Raises RowFailed."""
     start = bisect.bisect_left(types, 1)
     if types != [0] * start + [1] * (len(types) - start):
         words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
-        return RowError("tokenizer_error", words)
+        raise RowFailed("tokenizer_error", words)
     return start if start < len(types) else None  # all belong to the query, or the tokenizer has no types
 
 
-def _kept(sequence_ids: Sequence[int | None], room: int, side: Side, *, only_second: bool) -> Sequence[int] | RowError:
+def _kept(sequence_ids: Sequence[int | None], room: int, side: Side, *, only_second: bool) -> Sequence[int]:
     """The places of the tokens that stay: all special tokens, and `room` in all. As the tokenizers library cuts.
 
-    sequence_ids: of each token, 0 for the first text, 1 for the second, None for special tokens.
+    sequence_ids: of each token, 0 for the first text, 1 for the second, None for special tokens. Raises RowFailed.
     """
     counts = [sequence_ids.count(0), sequence_ids.count(1)]
     room_of_texts = room - (len(sequence_ids) - sum(counts))
     if room_of_texts < 1:
         words = f"got {room:,} tokens for a prompt, which leaves no room beside the special tokens"
-        return RowError("prompt_too_long", words)
+        raise RowFailed("prompt_too_long", words)
+    limits = longest_first(counts[0], counts[1], room_of_texts)
     if only_second:
         limits = (counts[0], room_of_texts - counts[0])
         if limits[1] < 1:
             words = f"the query has {counts[0]:,} tokens, which leaves no room for the document in {room_of_texts:,}"
-            return RowError("prompt_too_long", words)
-    else:
-        limits = longest_first(counts[0], counts[1], room_of_texts)
+            raise RowFailed("prompt_too_long", words)
     kept = [place for place, sequence in enumerate(sequence_ids) if sequence is None]
     for sequence, limit in enumerate(limits):
         its = [place for place, of in enumerate(sequence_ids) if of == sequence]

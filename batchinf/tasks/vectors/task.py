@@ -193,7 +193,7 @@ class Embed(Pooled):
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
-        self._has_lines = spec.input.is_batch_file
+        self._has_lines = stored_columns(spec) == (LINES_COLUMN,)
         self.prompts = EmbeddingPrompts if self._has_lines else PromptBuilder
 
     def why_unverified(self, model: Model) -> str | None:
