@@ -178,13 +178,15 @@ def plan(
     price: float | None = None,
     output_tokens: float | None = None,
     rows: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> PlanReport:
     """What fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine.
 
     target: a spec as in `run`, or a model: a hub id, a folder or a config.json. gpu: a name such as `h100-80`, or
     several; default: all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave.
-    context: tokens of the longest sequence. price: of one GPU for an hour. output_tokens: of an output, on average;
-    default: `max_tokens`. rows: as if the input had so many rows; those that are there stand for them.
+    context: tokens of the longest sequence. price: of one GPU for an hour; default: that of the spec. output_tokens: of
+    an output, on average; default: `max_tokens`. rows: as if the input had so many rows; those that are there stand for
+    them. say: called with what it does if it takes more than 2 s, instead of printing it.
 
     Raises UserError or one of its subclasses.
     """
@@ -199,7 +201,7 @@ def plan(
         output_tokens=output_tokens,
         num_rows=rows,
     )
-    return make_plan(target, overrides, options)
+    return make_plan(target, overrides, options, say or (lambda line: print(line, file=sys.stderr)))
 
 
 def tune(
@@ -255,12 +257,13 @@ def _as_text(setting: tuple[str, Any]) -> str:
     return f"{setting[0]}={json.dumps(setting[1])}"
 
 
-def status(out: str | os.PathLike[str]) -> StatusReport:
+def status(out: str | os.PathLike[str], *, price: float | None = None) -> StatusReport:
     """The state and the progress of a job: running, stopped or done. It may run in another process or on another host.
 
-    out: the job's output folder, or its URL in a bucket. Raises OutputError if there is no job in it.
+    out: the job's output folder, or its URL in a bucket. price: of one GPU for an hour; default: that of the spec.
+    Raises OutputError if there is no job in it.
     """
-    return job_status(out)
+    return job_status(out, price)
 
 
 def _check_text(name: str, value: str | None, words: str) -> None:

@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import ParquetFile, absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
+from batchinf.base.text import counted
 from batchinf.base.votes import PassAtK, Vote, majority, pass_at_k
 from batchinf.manifest.look import Look
 from batchinf.model.identity import resolve
@@ -79,7 +80,9 @@ class Results:
 
     def __repr__(self) -> str:
         stands = "done" if self.is_done else "not done"
-        return f"<Results of {self.folder}: {self.num_rows:,} rows in {len(self.parts):,} parts, {stands}>"
+        counts = f"{counted(self.num_rows, 'row')}, {counted(self.counts.num_errors, 'error')}"
+        columns = f"; columns {', '.join(joined_schema(self.parts[:1]).names)}" if self.parts else ""
+        return f"<Results of {self.folder}: {counts}, {stands}{columns}>"
 
     @property
     def schema(self) -> pa.Schema:
@@ -254,7 +257,7 @@ class Results:
         if job is not None:
             return (
                 f"each output row of the job in {job} is an input row of this job. If the samples are in {job}, merge "
-                "the values into its table and call this method of its results: docs/how-to/chain-jobs.md"
+                "the values into its table and call this method of its results: docs/how-to/votes.md"
             )
         if "sample_index" in self.schema.names:
             return "sampling.n says how many a row has"

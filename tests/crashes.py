@@ -411,8 +411,8 @@ def _backend(hooks: Hooks) -> Any:
     from in_process import InProcessBackend, ThreadReplica
 
     from batchinf.fleet.backend import Ending
+    from batchinf.replica.in_flight import InFlightRecord
     from batchinf.replica.messages import Stop
-    from batchinf.replica.worker import InFlightRecord
 
     class Replica(ThreadReplica):
         is_lost = False

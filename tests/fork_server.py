@@ -1,8 +1,8 @@
 """A server that forks the processes of jobs in tests: a fork takes 20 ms, a new process a second for its imports.
 
-`jobs.start` starts one server for each process of pytest. The server forks `batchinf`, and also the replicas of a
-forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams, environment, folder,
-arguments and signal handlers of a new one, and runs its module like `python -m`.
+`jobs.start` starts one server for all processes of a run of the tests. The server forks `batchinf`, and also the
+replicas of a forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams,
+environment, folder, arguments and signal handlers of a new one, and runs its module like `python -m`.
 """
 
 import atexit
@@ -15,6 +15,7 @@ import importlib
 import json
 import multiprocessing.context
 import os
+import pathlib
 import pkgutil
 import random
 import runpy
@@ -101,20 +102,50 @@ class ForkedPopen(subprocess.Popen[Any]):
 class ForkServer:
     """Starts a server, which can fork processes with its own environment. Harmless variables may differ."""
 
-    def __init__(self, environment: Mapping[str, str], *, has_vllm: bool = False) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], *, has_vllm: bool = False, shared: pathlib.Path | None = None
+    ) -> None:
+        """shared: a path for all processes that use one server. The first of them starts it."""
         self._environment = _read_at_import(environment)
-        self.address = f"\0batchinf-tests-{os.getpid()}-{secrets.randbits(64):x}"
-        # The server ends when this process closes its standard input. Forked processes overwrite the long command.
+        self._has_vllm = has_vllm
+        self.process: subprocess.Popen[bytes] | None = None
+        if shared is None:
+            ours, self._in_use = os.pipe()
+            self.address, self.pid = self._start(environment, ours)
+        else:
+            self.address, self.pid = self._find(environment, shared)
+
+    def _find(self, environment: Mapping[str, str], shared: pathlib.Path) -> tuple[str, int]:
+        """The server that another process has started, or a new one. It ends once no process keeps the pipe open."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(shared)
+        self._in_use = os.open(shared, os.O_RDWR)
+        with open(f"{shared}.address", "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            address, pid = json.loads(file.read() or '["", 0]')
+            if not _is_there(address):
+                address, pid = self._start(environment, os.open(shared, os.O_RDONLY))
+                file.truncate(0)
+                file.write(json.dumps([address, pid]))
+        return address, pid
+
+    def _start(self, environment: Mapping[str, str], ours: int) -> tuple[str, int]:
+        """Start the server, which ends when the pipe `ours` does. Returns its address and process id."""
+        address = f"\0batchinf-tests-{os.getpid()}-{secrets.randbits(64):x}"
+        # Forked processes overwrite the long command.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, self.address[1:], "vllm" if has_vllm else "", "-" * _LONGEST_COMMAND],
+            [sys.executable, "-P", __file__, address[1:], "vllm" if self._has_vllm else "", "-" * _LONGEST_COMMAND],
             env=environment,
-            stdin=subprocess.PIPE,
+            stdin=ours,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        os.close(ours)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
         self.process.stdout.close()
+        return address, self.process.pid
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
         return _read_at_import(environment) == self._environment
@@ -127,11 +158,25 @@ class ForkServer:
         """For the environment of programs that are to use this server: see `address_for`."""
         return {name: json.dumps([self.address, self._environment])}
 
+    def leave(self) -> None:
+        """Use the server no more. It ends when the last process does so; forked processes keep running."""
+        os.close(self._in_use)
+
     def close(self) -> None:
-        """End the server. Forked processes keep running."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        """Leave the server. The process that has started it waits for its end."""
+        self.leave()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the end of the server, if this process has started it."""
+        if self.process is not None:
+            self.process.wait()
+
+
+def _is_there(address: str) -> bool:
+    """Whether a server listens at an address."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        return bool(address) and connection.connect_ex(address) == 0
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -322,6 +367,14 @@ def _make_adapters() -> None:
     named = [getattr(sys.modules[f"batchinf.{module}"], name) for module, names in others.items() for name in names]
     for record in [*lines._RECORDS.values(), *channel._KINDS.values(), *named]:
         storage.adapter(record)
+    for name in lines._FIELDS:
+        lines._event_model(name)
+
+
+def _draw(vocab_size: int = 1536, k: int = 2) -> None:
+    """Draw what the scripted engine draws once in a process: for the sample model, and the logprobs of most jobs."""
+    draws = sys.modules["batchinf.engines.scripted"]._Draws(vocab_size)
+    draws._top[k] = draws._draw_top(k)
 
 
 def main() -> None:
@@ -340,6 +393,7 @@ def main() -> None:
     typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]
     typer.get_command(sys.modules["batchinf.cli"].app)
     _make_adapters()
+    _draw()
     for registered in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         registered.atexit = False
     gc.collect()

@@ -3,6 +3,7 @@
 import atexit
 import collections
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import importlib.util
@@ -10,6 +11,7 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import signal
 import statistics
 import subprocess
@@ -34,6 +36,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 NUM_FEWER = 240
+SHARED_FOLDER = "TESTS_SHARED_FOLDER"  # a variable
 
 # Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
 # test; the model of the job does not.
@@ -90,21 +93,38 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 
 @functools.cache
+def shared_folder() -> pathlib.Path:
+    """Where the processes of one run of the tests find what the first of them has made."""
+    if found := os.environ.get(SHARED_FOLDER):
+        return pathlib.Path(found)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[SHARED_FOLDER] = str(folder)
+    return folder
+
+
+@functools.cache
 def quick_start() -> dict[str, str]:
     """The environment in which processes start faster and find this checkout: see `quick/sitecustomize.py`."""
+    path = shared_folder() / "quick-start.pickle"
+    with (shared_folder() / "quick-start.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(_what_starts_read())
+    return {
+        "PYTHONPATH": f"{ROOT / 'tests' / 'quick'}{os.pathsep}{ROOT}",
+        "QUICK_START": str(path),
+        # If it is set, each process would compile all of batchinf again.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
+def _what_starts_read() -> bytes:
     from transformers.utils.import_utils import __file__, create_import_structure_from_path
 
     models = pathlib.Path(__file__).parents[1] / "models"
     read = {str(path): create_import_structure_from_path(path) for path in (models, models / "__init__.py")}
-    with tempfile.NamedTemporaryFile(prefix="quick-start-", suffix=".pickle", delete=False) as file:
-        pickle.dump((importlib.metadata.packages_distributions(), read), file)
-    atexit.register(pathlib.Path(file.name).unlink, missing_ok=True)
-    return {
-        "PYTHONPATH": f"{ROOT / 'tests' / 'quick'}{os.pathsep}{ROOT}",
-        "QUICK_START": file.name,
-        # If it is set, each process would compile all of batchinf again.
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
+    return pickle.dumps((importlib.metadata.packages_distributions(), read))
 
 
 def start(
@@ -155,11 +175,21 @@ def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> b
 
 @functools.cache
 def fork_server(*, has_vllm: bool = False) -> ForkServer:
-    """The fork server of this process, with or without vLLM. It ends with the process."""
-    server = ForkServer({**environment, **quick_start()}, has_vllm=has_vllm)
-    atexit.register(server.close)
+    """The fork server of all processes of this run of the tests, with or without vLLM. It ends with the last one."""
+    shared = shared_folder() / ("server-with-vllm" if has_vllm else "server")
+    server = ForkServer({**environment, **quick_start()}, has_vllm=has_vllm, shared=shared)
+    if not fork_servers:
+        atexit.register(_leave_servers)
     fork_servers.append(server)
     return server
+
+
+def _leave_servers() -> None:
+    # All before the first wait: each of two processes may have started one of two servers that both use.
+    for server in fork_servers:
+        server.leave()
+    for server in fork_servers:
+        server.wait()
 
 
 def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.CompletedProcess[str]":
@@ -272,7 +302,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 def _forked_for(pid: int) -> list[psutil.Process]:
     """Processes that the fork server has forked for a process. Their parent is the server."""
-    forked = [process for server in fork_servers for process in psutil.Process(server.process.pid).children()]
+    forked = [process for server in fork_servers for process in psutil.Process(server.pid).children()]
     own = [process for process in forked if f"of-{pid}" in _command(process)]
     return [one for process in own for one in (*_children(process), process)]
 
@@ -290,7 +320,7 @@ def replicas_of(pid: int) -> list[psutil.Process]:
 
 def engine_cores_of(pid: int) -> list[psutil.Process]:
     """The processes in which the replicas of a forked coordinator have their engines. The server forks the replicas."""
-    servers = {server.process.pid for server in fork_servers}
+    servers = {server.pid for server in fork_servers}
     replicas = [process for process in replicas_of(pid) if process.ppid() in servers]
     return [
         core for replica in replicas for core in replica.children() if "resource_tracker" not in str(_command(core))

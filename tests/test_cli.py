@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import typer.main
 import yaml
 from rich.cells import cell_len
 
@@ -322,6 +324,16 @@ def test_validate_misses_a_file_of_the_model(missing: str, tmp_path: pathlib.Pat
     failed = jobs.run("validate", jobs.spec_of(tmp_path, model=str(model)))
     assert failed.returncode == 2
     assert_one_clear_line(failed.stderr, "model")
+
+
+def test_help_has_the_commands_in_groups() -> None:
+    text = jobs.run("--help", COLUMNS="80").stdout
+    titles = re.findall(r"^╭─ (.*?) ─+╮$", text, re.MULTILINE)
+    assert titles == ["Options", "Begin", "Run", "Look at the output", "Check and compare"]
+    commands = re.findall(r"^│ ([a-z][a-z-]+)  ", text, re.MULTILINE)
+    assert sorted(commands) == sorted(typer.main.get_group(cli.app).commands)
+    assert "docs/" in text
+    assert "Flags of vLLM" in jobs.run("run-batch", "--help", COLUMNS="80").stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])

@@ -9,7 +9,9 @@ import pytest
 
 import jobs
 
-DOCS = sorted([*(jobs.ROOT / "docs").rglob("*.md"), jobs.ROOT / "README.md", jobs.ROOT / "CONTRIBUTING.md"])
+DOCS = sorted(
+    [*(jobs.ROOT / "docs").rglob("*.md"), *(jobs.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS"))]
+)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
@@ -38,6 +40,21 @@ def test_every_test_that_is_named_exists(document: pathlib.Path) -> None:
 def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
     targets = LINK.findall(document.read_text(encoding="utf-8"))
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_the_list_for_language_models_has_every_page() -> None:
+    folder = jobs.ROOT / "docs"
+    listed = LINK.findall((folder / "llms.txt").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(str(page.relative_to(folder)) for page in folder.rglob("*.md"))
+
+
+def test_the_changelog_is_in_the_form_of_keep_a_changelog() -> None:
+    text = (jobs.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased" and all(re.match(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    kinds = re.findall(r"^### (.*)$", text.split("\n## ")[1], re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert len(kinds) == len(set(kinds))
 
 
 def anchors_of(path: pathlib.Path) -> set[str]:

@@ -52,7 +52,7 @@ def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pa
     assert everyone[-1].cmdline()[1:4] == ["-m", "batchinf", "run"]
     # No end of a pipe or socket that another job or the server waits at, once the replicas have come so far. The
     # coordinator, the last, waits for its replicas at pipes of the server.
-    servers = links_of(jobs.fork_server().process.pid)
+    servers = links_of(jobs.fork_server().pid)
     jobs.wait_until(lambda: not any(links_of(one.pid) & servers for one in everyone[:-1]))
     jobs.kill(everyone)
     assert process.wait(60) == -signal.SIGKILL

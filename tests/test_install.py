@@ -1,4 +1,4 @@
-"""What docs/install.md says can be typed: files, options and packages that exist; validate without a network."""
+"""What docs/install.md says can be typed: files, options, packages; validate without a network; a wheel that works."""
 
 import functools
 import importlib.metadata
@@ -6,9 +6,12 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 
 import pytest
 
@@ -133,3 +136,55 @@ def test_validate_needs_no_network() -> None:
     validated = jobs.run("validate", "jobs/quickstart.yaml", prefix=prefix, HF_HUB_OFFLINE="1")
     assert (validated.returncode, validated.stderr) == (0, "")
     assert "prompt lengths in tokens" in validated.stdout
+
+
+@pytest.fixture
+def from_wheel(tmp_path: pathlib.Path) -> pathlib.Path:
+    """The scripts of a virtual environment that has batchinf's wheel, and this environment's other packages."""
+    source = tmp_path / "source"
+    shutil.copytree(jobs.ROOT / "batchinf", source / "batchinf", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(jobs.ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), "."]
+    subprocess.run([*pip, *build], cwd=source, check=True)
+    shutil.rmtree(source)
+
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    install = ["install", "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run([*pip, "--python", str(python), *install], check=True)
+    # The path alone: Python reads no .pth files there, so the checkout that they name is not found.
+    packages = python.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return python.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine starts vLLM slowly
+def test_a_wheel_runs_a_job_outside_the_checkout(from_wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    away = tmp_path / "away"
+    shutil.copytree(jobs.MODEL, away / "model")
+    lines = jobs.PROMPTS.read_bytes().splitlines(keepends=True)
+    (away / "prompts.jsonl").write_bytes(b"".join(lines[:20]))
+    own = {name: value for name, value in jobs.inherited().items() if name != "PYTHONPATH"}
+
+    def output_of(*words: str) -> str:
+        command = [str(from_wheel / words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=away, env={**own, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    place = output_of("python", "-c", "import batchinf; print(batchinf.__file__)")
+    assert pathlib.Path(place.strip()).is_relative_to(tmp_path / "venv")
+    output_of("batchinf", "init", "job.yaml", "--for", "generate", "--model", "model", "--data", "prompts.jsonl")
+    assert "prompt lengths in tokens" in output_of("batchinf", "validate", "job.yaml")
+    fields = ("parallel.data_parallel_size=1", "sampling.max_tokens=8", "engine.max_model_len=512")
+    closing = output_of("batchinf", "run", "job.yaml", *(word for field in fields for word in ("--set", field)))
+    assert "20 output rows, 0 of them errors" in closing
+    output_of("batchinf", "report", "out/job")
+    assert "</html>" in (away / "out" / "job" / "report.html").read_text(encoding="utf-8")
+    output_of("batchinf", "slurm", "job.yaml", "--gpus", "1")
+    assert "#SBATCH" in (away / "out" / "job.slurm" / "job.sbatch").read_text(encoding="utf-8")

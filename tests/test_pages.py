@@ -22,6 +22,7 @@ from batchinf.engines.installed import engine_argument_names
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
     *sorted(str(path.relative_to(jobs.ROOT)) for path in jobs.ROOT.glob("docs/**/*.md")),
 ]
 # Blocks that are not run: page and first line, and the reason.
@@ -41,6 +42,7 @@ NOT_RUN = {
     ("docs/install.md", "HF_HOME=/shared/huggingface hf download"): "downloads a model; tests/test_install.py",
     ("docs/install.md", "cp -r /shared/models/MODEL"): "a model of the reader's",
     ("docs/install.md", "apptainer build"): "needs Apptainer",
+    ("docs/install.md", "python -m pip wheel"): "changes the environment; tests/test_install.py makes a wheel",
     ("docs/install.md", "python -m pip list"): "changes the environment; tests/test_install.py checks the options",
     ("docs/install.md", "python -m pip install"): "changes the environment; tests/test_install.py checks the options",
     ("docs/slurm.md", "batchinf slurm jobs/quickstart.yaml"): "needs Slurm: tests/test_slurm.py and `make test-slurm`",

@@ -1,5 +1,6 @@
 """A job's output as arrays: equal to what Parquet holds, for whole jobs and slices, done or not."""
 
+import math
 import pathlib
 import random
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 import batchinf
 import jobs
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, UserError
 from batchinf.base.ragged import Ragged, common_lengths, join_ragged, reduce_runs, to_ragged
 from batchinf.results import Results
 
@@ -119,7 +120,8 @@ def test_slices_and_a_job_at_work(tmp_path: pathlib.Path) -> None:
     assert not results.is_done
     assert 0 < len(results) == results.table(["row_index"]).num_rows
     assert results.array("row_index").tolist() == sorted(results.array("row_index"))
-    assert "not done" in repr(results)
+    columns = ", ".join(results.schema.names)
+    assert repr(results) == f"<Results of {tmp_path}/out: {len(results)} rows, 0 errors, not done; columns {columns}>"
 
 
 def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
@@ -283,3 +285,28 @@ def test_parts_of_different_columns(out: pathlib.Path, tmp_path: pathlib.Path) -
     pq.write_table(more.append_column("extra", pa.array(["x"] * num_more)), paths[3])
     with pytest.raises(OutputError, match=r"'extra' is int64 in .*part-000002.parquet and string in part-000003"):
         batchinf.open(tmp_path / "out").table()
+
+
+@pytest.mark.parametrize("width", [None, 0, 2, 5])
+@pytest.mark.parametrize("inner", [(), (3,)])
+def test_padded_lists_are_those_of_a_loop(width: int | None, inner: tuple[int, ...]) -> None:
+    lengths = np.array([2, 0, 3, 1])
+    values = np.arange(6 * math.prod(inner), dtype=np.int32).reshape(6, *inner)
+    ragged = Ragged(values, np.concatenate([[0], np.cumsum(lengths)]), lengths == 0)
+    array, mask = ragged.padded(fill=-100, width=width)
+    longest = 3 if width is None else width
+    assert array.shape == (4, longest, *inner) and array.dtype == np.int32 and mask.shape == (4, longest)
+    for row in range(4):
+        for place in range(longest):
+            has_value = place < lengths[row]
+            assert mask[row, place] == has_value
+            assert np.all(array[row, place] == (ragged[row][place] if has_value else -100))
+
+
+def test_a_fill_that_would_become_another_value_is_refused() -> None:
+    ragged = Ragged(np.zeros(1, np.int32), np.array([0, 1]), np.array([False]))
+    for fill in (float("nan"), 0.5, "x"):
+        with pytest.raises(UserError, match=r"fill: got .*, which values of type int32 cannot have"):
+            ragged.padded(fill=fill)
+    texts = Ragged(np.array(["a"], dtype=object), np.array([0, 1]), np.array([False]))
+    assert texts.padded(fill="", width=2)[0].tolist() == [["a", ""]]

@@ -213,6 +213,23 @@ def test_an_option_of_sbatch_replaces_that_of_the_script(tmp_path: pathlib.Path)
     assert len({directive.partition("=")[0] for directive in directives}) == len(directives)
 
 
+def test_options_of_pyxis_are_those_of_srun(tmp_path: pathlib.Path) -> None:
+    """As directives they would run the whole script in the container, in which there is no srun and no scontrol."""
+    wishes = ("container-image=./it's.sqsh", "container-mounts=/shared", "no-container-mount-home", "mem=9G")
+    script = script_of(spec_in(tmp_path, output={"path": "out"}), SlurmOptions(sbatch=wishes))
+    assert "--mem=9G" in script and not re.search(r"^#SBATCH .*container", script, re.MULTILINE)
+    container = ["--container-image=./it's.sqsh", "--container-mounts=/shared", "--no-container-mount-home"]
+    environment = {**place(tmp_path, script, BATCHINF), "CODE": "75"}
+    srun = tmp_path / ".venv" / "bin" / "srun"
+    srun.write_text(srun.read_text().replace("while", 'printf "%s\n" "$@" >>"$CALLS-srun"\nwhile', 1))
+    done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")
+    words = (tmp_path / "calls-srun").read_text().splitlines()
+    assert words[:7] == ["--cpus-per-task=4", *container, "batchinf", "run", str(tmp_path / "job.yaml")]
+    assert words[7:] == ["--overlap", "--ntasks=1", *container, "batchinf", "status", "out", "--json"]
+    assert "scontrol requeue 71" in (tmp_path / "calls").read_text()
+
+
 @pytest.mark.parametrize(
     ("wishes", "fields", "message"),
     [
@@ -226,6 +243,7 @@ def test_an_option_of_sbatch_replaces_that_of_the_script(tmp_path: pathlib.Path)
         ({"sbatch": ("signal=USR1@60",)}, {}, "got 'signal=USR1@60'; the script stops the job by this signal"),
         ({"sbatch": ("sig=USR1@60",), "array": "2"}, {}, "--sbatch: got 'sig=USR1@60'; the script stops"),
         ({"sbatch": ("nodes=2",)}, {}, "--sbatch: got 'nodes=2'; write --nodes without --sbatch"),
+        ({"sbatch": ("container-image=a",), "num_nodes": 2}, {}, "--sbatch: got container-image=a with --nodes; Pyxis"),
         ({"sbatch": ("--qos=high",)}, {}, "--sbatch: got '--qos=high'; must be an option of sbatch by its long name"),
         ({"sbatch": ("-N2",)}, {}, "--sbatch: got '-N2'; must be an option of sbatch by its long name"),
         ({"sbatch": ("qos=high --exclusive\n",)}, {}, "--sbatch: got 'qos=high --exclusive\\\\n'; must be an option"),

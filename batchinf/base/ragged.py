@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,28 @@ class Ragged:
             raise IndexError(f"got list {index} of {len(self)}")
         index %= len(self)
         return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def padded(self, fill: float | str, width: int | None = None) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+        """The lists as rows of one array.
+
+        Args:
+            fill: stands behind the values of shorter lists, such as -100, NaN or "".
+            width: of a row. Longer lists lose their last values. None: the length of the longest list.
+
+        Returns:
+            The array, [num_lists, width, ...], and a mask, bool [num_lists, width], true where it has a value.
+
+        Raises:
+            UserError: if values of this type cannot be `fill`, as integers cannot be NaN.
+        """
+        if not np.can_cast(np.min_scalar_type(fill), self.values.dtype, "same_kind"):
+            raise UserError(f"fill: got {fill!r}, which values of type {self.values.dtype} cannot have")
+        width = int(self.lengths.max(initial=0)) if width is None else width
+        lengths = np.minimum(self.lengths, width)
+        mask = np.arange(width) < lengths[:, None]
+        array = np.full((len(self), width, *self.values.shape[1:]), fill, self.values.dtype)
+        array[mask] = self.values[self.heads(lengths)]
+        return array, mask
 
     def take(self, places: npt.NDArray[np.int64]) -> "Ragged":
         """The lists at these indices, copied."""

@@ -43,6 +43,10 @@ def _spec_or_folder(context: typer.Context, path: str) -> str:
     return folder_name(path)
 
 
+Price = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="PRICE", help="Price of one GPU for an hour. Default: price_per_gpu_hour of the spec."),
+]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -92,14 +96,23 @@ class _Group(_Plain, typer.core.TyperGroup):
             raise Interrupted(f"stopped on {request_name(*stop.args)}") from None
 
 
+# Of the commands in the list of `--help`.
+_GROUPS = {
+    **dict.fromkeys(("init", "validate", "plan", "schema"), "Begin"),
+    **dict.fromkeys(("run", "run-batch", "slurm", "tune"), "Run"),
+    **dict.fromkeys(("status", "head", "export", "report"), "Look at the output"),
+    **dict.fromkeys(("check", "diff", "verify"), "Check and compare"),
+}
+
+
 class App(typer.Typer):
-    """An app whose commands have plain help."""
+    """An app whose commands have plain help, in groups."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_Group, **options)
 
     def command(self, *names: Any, **options: Any) -> Callable[[_F], _F]:
-        return super().command(*names, cls=_Command, **options)
+        return super().command(*names, cls=_Command, rich_help_panel=_GROUPS[names[0]], **options)
 
 
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]

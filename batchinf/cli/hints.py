@@ -35,7 +35,7 @@ _OF_COMMAND = {
         **{f"--{key}": f"`--sbatch {key}=VALUE` sets it" for key in ("mem", "partition", "account", "constraint")},
         "--module": "the job has the environment of the shell that submits it: load the module there",
         "--venv": "the job has the environment of the shell that submits it: activate it there",
-        "--container": "copy the script, and write it as `within=(apptainer exec --nv IMAGE)`",
+        "--container": "`--sbatch container-image=IMAGE` is for Pyxis; for Apptainer, fill in `within` in the script",
         "--script": "the script is OUT.slurm/job.sbatch: copy it where you want it",
     },
     "export": {"--format": "`--to FORMAT` names the format", "--limit": "`--where 'row_index < N'` chooses rows"},

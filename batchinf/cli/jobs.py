@@ -19,6 +19,7 @@ from batchinf.cli.arguments import (
     LogFormat,
     Overrides,
     PlanTarget,
+    Price,
     SliceText,
     SpecPath,
     new_spec_file,
@@ -145,7 +146,10 @@ def _run_batch(
         bool, typer.Option("--follow", help="Also write the answers so far every few seconds while the job runs.")
     ] = False,
 ) -> None:
-    """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one."""
+    """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one.
+
+    Flags of vLLM that are not listed here are taken too, such as --max-model-len 4096 or --tensor-parallel-size 2.
+    """
     with interruptible(ends_process=True):
         from batchinf import api
         from batchinf.commands.export import following
@@ -212,7 +216,7 @@ def _plan(
     context: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of one GPU for an hour.")] = None,
+    price: Price = None,
     output_tokens: Annotated[
         float | None,
         typer.Option(min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."),
@@ -238,6 +242,7 @@ def _plan(
         price=price,
         output_tokens=output_tokens,
         rows=rows,
+        say=(lambda _: None) if as_json else None,
     )
     print_report(report, report.lines(), as_json)
 

@@ -15,6 +15,7 @@ from batchinf.cli.arguments import (
     Columns,
     Out,
     Overrides,
+    Price,
     SpecOrOut,
     output_folder,
     path_option,
@@ -29,6 +30,7 @@ def _status(
     is_watched: Annotated[
         bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
     ] = False,
+    price: Price = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
@@ -37,10 +39,10 @@ def _status(
     if is_watched:
         from batchinf.commands.watch import watch, why_ended
 
-        report = watch(out, as_json=as_json)
+        report = watch(out, price=price, as_json=as_json)
         print_report(report, [*report.lines(), *why_ended(report)], as_json)
     else:
-        report = job_status(out)
+        report = job_status(out, price)
         print_report(report, report.lines(), as_json)
 
 
@@ -161,14 +163,15 @@ def _report(
         str | None,
         path_option("-o", "--out", metavar="FILE", help="Write this file, or `-`: stdout. Default: OUT/report.html."),
     ] = None,
+    price: Price = None,
 ) -> None:
     """Write a page about a job, running or not: speed, replicas, lengths, logprobs, samples, errors."""
     from batchinf.report.page import report_page, write_report
 
     if file == "-":
-        sys.stdout.buffer.write(report_page(out).encode())
+        sys.stdout.buffer.write(report_page(out, price).encode())
     else:
-        print(plain(str(write_report(out, file))))
+        print(plain(str(write_report(out, file, price))))
 
 
 @app.command("check", epilog="Example: batchinf check out/job --deep")

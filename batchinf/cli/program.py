@@ -22,6 +22,8 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out. Jobs can be resumed.",
+    epilog="Begin: batchinf init job.yaml --for generate --model MODEL --data rows.jsonl. All pages: docs/ of the "
+    "repository; `make docs` there makes a site of them.",
 )
 
 

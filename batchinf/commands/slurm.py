@@ -95,6 +95,7 @@ def script_of(file: SpecFile, options: SlurmOptions) -> str:
         options=options,
         directives=_directives(file, options),
         batchinf=shlex.join(["batchinf", "run", file.path, *settings]),
+        container=shlex.join(_container(options)),
         logs=str(folder_of(file)),
         out=file.spec.output.path.rstrip("/"),
         slice_digits=len(str((options.num_slices or 1) - 1)),
@@ -116,6 +117,11 @@ def _check(file: SpecFile, options: SlurmOptions) -> None:
     if options.num_nodes > 1 and options.num_slices is not None:
         raise SpecError(
             "got --array with --nodes; slices need one node each, and Ray needs no slices: give one of them"
+        )
+    if options.num_nodes > 1 and _container(options):
+        raise SpecError(
+            f"--sbatch: got {_container(options)[0][2:]} with --nodes; Pyxis makes a container for each step, and "
+            "Ray's processes share one: use --array, or fill in `within=(apptainer exec --nv IMAGE)` in the script"
         )
     if options.num_slices is not None and options.num_slices > MAX_SLICES:
         raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
@@ -157,11 +163,20 @@ def _directives(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
         "time": options.time,
         # Ray's other nodes go on without a node that fails.
         "no-kill": "" if options.num_nodes > 1 else None,
-        **dict(_further(options)),
+        **{key: value for key, value in _further(options) if not _is_of_pyxis(key)},
     }
     for option, value in fields.items():
         if value is not None:
             yield f"--{option}" + (f"={shlex.quote(value)}" if value else "")
+
+
+def _is_of_pyxis(key: str) -> bool:
+    return key.startswith(("container-", "no-container-"))
+
+
+def _container(options: SlurmOptions) -> list[str]:
+    """Options of Pyxis, for `srun`: as directives they would run the script in the container, where no srun is."""
+    return [f"--{key}={value}".rstrip("=") for key, value in _further(options) if _is_of_pyxis(key)]
 
 
 def _array(options: SlurmOptions) -> str | None:

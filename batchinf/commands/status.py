@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
+from batchinf.base.cost import Cost
 from batchinf.base.slices import SOURCE_FOLDER, JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
@@ -283,6 +284,8 @@ class StatusReport:
     """Replicas of the jobs that run; None if none runs."""
     jobs: tuple[JobState, ...]
     """One job, or all slices in the order of their rows."""
+    cost: Cost | None = None
+    """Of all replicas until now, those that run included, by committed rows; None without a price or GPUs."""
     input_copies: InputCopies | None = None
     """The copies of input files that a finished job still has; None if it has none, and for a bucket."""
 
@@ -291,7 +294,7 @@ class StatusReport:
         if self.num_slices is None:
             [job] = self.jobs
             yield from job.lines(self.load)
-            yield from self._copy_lines()
+            yield from self._last_lines()
             return
         counts = Counter(job.activity for job in self.jobs)
         numbers = ", ".join(f"{number} {name}" for name, number in counts.items())
@@ -302,9 +305,11 @@ class StatusReport:
             yield self.load.line(has_rates=True)
         for job in self.jobs:
             yield from job.slice_lines()
-        yield from self._copy_lines()
+        yield from self._last_lines()
 
-    def _copy_lines(self) -> Iterator[str]:
+    def _last_lines(self) -> Iterator[str]:
+        if self.cost is not None:
+            yield self.cost.text
         if self.input_copies is not None:
             yield self.input_copies.line(self.folder)
 
@@ -336,16 +341,20 @@ def _last_sign(replica: ReplicaStatus) -> str:
     return f", last heard from {duration(max(0.0, time.time() - replica.heard_at))} ago"
 
 
-def job_status(out: str | os.PathLike[str]) -> StatusReport:
-    """The state of the job in an output folder. Raises OutputError without a job."""
+def job_status(out: str | os.PathLike[str], price: float | None = None) -> StatusReport:
+    """The state of the job in an output folder. Raises OutputError without a job.
+
+    price: of a GPU for an hour; None: that of the spec with which the job began.
+    """
     look = Look(out)
     found = jobs_in(look)
     jobs = tuple(_job_state(job, state, look.named(job)) for job, state in found)
     totals = jobs[0].totals
     cut = read_cut(look.root)
+    begun = [state for _, state in found if state is not None]
+    running_s = sum(_running_s(state) for job, (_, state) in zip(jobs, found, strict=True) if state and job.process)
     if cut is not None:
         # The number of a slice's rows is known before it begins, but not that of its parts.
-        begun = [state for _, state in found if state is not None]
         totals = _totals(begun, cut.num_rows) if begun else None
     num_slices = None if cut is None else cut.num_slices
     return StatusReport(
@@ -354,6 +363,7 @@ def job_status(out: str | os.PathLike[str]) -> StatusReport:
         totals=totals,
         load=_load(jobs),
         jobs=jobs,
+        cost=_cost(begun, running_s, price),
         input_copies=None if look.is_bucket else _input_copies(look.out, jobs),
     )
 
@@ -498,6 +508,30 @@ def _totals(states: Sequence[State], num_inputs: int) -> JobTotals:
         num_inf_rows=counts.num_inf_rows,
         rules_out_tokens=rules_out_tokens(first.header.spec),
         num_second_bos=counts.num_second_bos,
+    )
+
+
+def _cost(states: Sequence[State], running_s: float, price: float | None) -> Cost | None:
+    """running_s: the time of replicas that run, times their GPUs. price: see `job_status`."""
+    if not any(state.has_devices for state in states):
+        return None
+    price = stored_spec(states[0].header.spec).price_per_gpu_hour if price is None else price
+    counts = PartCounts.sum(state.counts for state in states)
+    return Cost.of(
+        price,
+        running_s + sum(state.device_s for state in states),
+        num_tokens=counts.num_prompt_tokens + counts.num_output_tokens,
+        num_rows=sum(state.num_inputs_committed for state in states),
+    )
+
+
+def _running_s(state: State) -> float:
+    """The time until now of the replicas of a live process, times their GPUs."""
+    running = {replica.incarnation for replica in state.running_replicas}
+    return sum(
+        (time.time() - event.time) * float(event.fields.get("num_devices", 1))
+        for event in state.events
+        if event.name == "replica_started" and event.fields["incarnation"] in running
     )
 
 

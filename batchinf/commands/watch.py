@@ -25,12 +25,13 @@ _EVERY_LINE_S = 10.0
 _PAUSE = 4.0
 
 
-def watch(out: str, *, as_json: bool) -> StatusReport:
+def watch(out: str, *, price: float | None = None, as_json: bool) -> StatusReport:
     """Show a job until no process runs it or Ctrl-C is pressed, and return its last state.
 
-    Without a terminal: in lines. as_json: print one object a second, and no table. Raises OutputError without a job.
+    price: see `job_status`. Without a terminal: in lines. as_json: print one object a second, and no table. Raises
+    OutputError without a job.
     """
-    report = job_status(out)
+    report = job_status(out, price)
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         every_s = _EVERY_S
         show: Callable[[StatusReport], None] = _print_json
@@ -45,7 +46,7 @@ def watch(out: str, *, as_json: bool) -> StatusReport:
             show(report)
             time.sleep(max(every_s - took_s, _PAUSE * took_s))
             began = time.monotonic()
-            report = job_status(out)
+            report = job_status(out, price)
             took_s = time.monotonic() - began
     return report
 

@@ -173,8 +173,9 @@ _DRAWN_TOKENS = 1 << 16
 _DRAWN_LOGPROBS = 1 << 20
 
 
+@functools.cache
 class _Draws:
-    """Random arrays, drawn once and read circularly from a hashed offset. That takes 3 µs; drawing takes 60."""
+    """Random arrays, drawn once in a process. A read, circular from a hashed offset, takes 3 µs; drawing takes 60."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

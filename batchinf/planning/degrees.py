@@ -44,13 +44,13 @@ class Degrees:
         return self.missing_bytes == 0
 
 
-def _at(fit: Fit, tensor: int, pipeline: int) -> Fit:
+def at_degrees(fit: Fit, tensor: int, pipeline: int) -> Fit:
     return dataclasses.replace(fit, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
 def degrees_of(fit: Fit, tensor: int, pipeline: int, *, context: int, share: float) -> Degrees:
     """The model, whose needs are known, at these degrees. context: tokens that must fit. share: of the GPU's memory."""
-    at = dataclasses.replace(_at(fit, tensor, pipeline), max_model_len=context)
+    at = dataclasses.replace(at_degrees(fit, tensor, pipeline), max_model_len=context)
     weights = at.weight_bytes
     sequence = at.sequence_bytes
     step = at.step_bytes
@@ -192,7 +192,7 @@ def options(fit: Fit, machine: Machine, context: int, work: Workload | None = No
         prediction = None
         if shape is not None and work is not None and machine.gpu is not None:
             part = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // data)))
-            at = _at(fit, degrees.tensor, degrees.pipeline)
+            at = at_degrees(fit, degrees.tensor, degrees.pipeline)
             prediction = prediction_of(at, shape, gpu=machine.gpu, work=part, share=machine.share)
         fitting.append(Option(degrees, data, prediction))
     return fitting

@@ -19,9 +19,12 @@ from batchinf.spec.job import WHOLE_STEPS
 # Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200
 # (benchmarks/history/vllm-0.26.md). They are the same for all models and GPUs.
 _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
-# Of that share, what the matrices of experts reach, measured with 8 of 128: each has few tokens of a step, which do not
-# fill its tiles.
-_EXPERTS_SHARE = 0.40
+# Of that share, what vLLM's kernel for the matrices of experts reaches with full tiles. From the one job of
+# Qwen3-30B-A3B with vLLM 0.32 (16,067 output tokens a second, 256 in, 128 out, at 192 tokens for each expert).
+_EXPERTS_SHARE = 0.60
+# Half of an expert's last tile is empty on average. By vLLM's settings (`fused_moe/configs`), a tile has 16 to 128
+# tokens, and between these about twice as many as an expert has.
+_EMPTY_TOKENS = (8, 64)
 _MEMORY_SHARE = 0.80
 _LINK_SHARE = 0.60
 STEP_S = 6e-3  # for each step
@@ -50,6 +53,8 @@ class Shape:
     """Parameters of all layers, without experts."""
     expert_parameters: float
     """Parameters of the chosen experts."""
+    expert_share: float
+    """The share of the tokens that one expert computes; 0 without experts."""
     head_parameters: float
     layer_bytes: float
     """Size of all weights of the layers."""
@@ -71,15 +76,17 @@ def shape_of(needs: Needs) -> Shape | None:
     cache = needs.kv_cache
     counts = needs.parameters
     hidden = needs.config.get("hidden_size")
-    experts = _chosen_experts(needs)
-    if weights is None or cache is None or not counts or not isinstance(hidden, int) or experts is None:
+    experts = counts.get("expert", 0)
+    chosen = _expert_share(needs) if experts else 0.0
+    if weights is None or cache is None or not counts or not isinstance(hidden, int) or chosen is None:
         return None
     windows_or_none = [kind.window for layer in cache.layers for kind in layer if kind.state is None]
     windows = [window for window in windows_or_none if window is not None]
     width = (num_attention_heads(needs.config) or 0) * (head_dim_of(needs.config) or 0)
     return Shape(
         layer_parameters=counts.get("linear", 0),
-        expert_parameters=experts,
+        expert_parameters=experts * chosen,
+        expert_share=chosen,
         # With tied embeddings there is no head of its own.
         head_parameters=counts.get("head") or counts.get("embedding", 0),
         layer_bytes=sum(weights.layers),
@@ -92,14 +99,11 @@ def shape_of(needs: Needs) -> Shape | None:
     )
 
 
-def _chosen_experts(needs: Needs) -> float | None:
-    """Parameters of the experts that compute a token; None if the config does not tell how many are chosen."""
-    experts = needs.parameters.get("expert", 0)
-    if not experts:
-        return 0.0
+def _expert_share(needs: Needs) -> float | None:
+    """The share of the experts that compute a token; None if the config does not tell how many are chosen."""
     number = named_number(needs.config, NUM_EXPERTS)
     chosen = named_number(needs.config, CHOSEN_EXPERTS)
-    return experts * chosen / number if number and chosen else None
+    return chosen / number if number and chosen else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,11 @@ class Workload:
         """The lengths, for people."""
         outputs = f" and outputs of {self.output_tokens:,.0f}" if self.output_tokens else ""
         return f"{'assumed ' if self.is_assumed else ''}prompts of {self.prompt_tokens:,.0f}{outputs} tokens"
+
+    @property
+    def num_tokens(self) -> float:
+        """Of all prompts and outputs."""
+        return self.num_requests * (self.prompt_tokens + self.output_tokens)
 
     @property
     def computed_tokens(self) -> float:
@@ -227,7 +236,10 @@ def _step(
     memory = gpu.bandwidth * _MEMORY_SHARE
     plain = (gpu.bf16 or gpu.fp16) * _MATRIX_SHARE["other"]
     matrices = gpu.flops(shape.dtype) * _MATRIX_SHARE.get(shape.dtype, _MATRIX_SHARE["other"])
-    parameters = shape.layer_parameters + shape.expert_parameters / _EXPERTS_SHARE
+    of_expert = tokens * shape.expert_share
+    least, most = _EMPTY_TOKENS
+    filled = of_expert / (of_expert + min(max(of_expert, least), most))
+    parameters = shape.layer_parameters + shape.expert_parameters / (_EXPERTS_SHARE * filled or 1.0)
     linear = 2 * parameters * tokens / matrices / tensor / pipeline
     # Each stage of a pipeline reads its weights for each of as many batches.
     weights = shape.layer_bytes / memory / tensor
@@ -238,7 +250,9 @@ def _step(
     if work.logits == "all":
         others += head_tokens * shape.head_parameters / shape.hidden * _LOGPROB_BYTES / memory
     kept = round(work.prompt_tokens + work.output_tokens / 2)
-    read = decoded * cache.sequence_bytes(kept, tensor, pipeline) / memory
+    # The cache is read; the states of recurrent layers, which have no tokens, are also written.
+    states = cache.sequence_bytes(0, tensor, pipeline)
+    read = decoded * (cache.sequence_bytes(kept, tensor, pipeline) + states) / memory
     # Two all-reduces in each layer, of 16 bits.
     sums = 2 * (tensor - 1) / tensor * 2 * shape.num_layers * tokens * shape.hidden * 2 / pipeline
     return {

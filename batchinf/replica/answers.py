@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted, one_line
+from batchinf.engines.installed import structures_backend
 from batchinf.records import Completion, Request, ToolCall
 from batchinf.replica.calls import Calls, call_error, finish_reason
 from batchinf.spec.job import JobSpec
@@ -452,3 +453,31 @@ def _end(completion: Completion) -> str:
         f": cut off after {counted(len(completion.token_ids), 'token')}" if completion.finish_reason == "length" else ""
     )
     return f" (finish_reason {completion.finish_reason}{stop}{cut})"
+
+
+def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None, job_id: str = "") -> Answers:
+    """The reader of completions. Imports vLLM only for parsers, regexes and grammars.
+
+    The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
+    """
+    reasoner = None
+    calls = None
+    matcher_of = None
+    if detokenizer is not None and spec.model.reasoning_parser is not None:
+        from batchinf.engines.vllm.structured_output.structures import reasoner_of
+
+        reasoner = reasoner_of(spec, tokenizer)
+    if detokenizer is not None and spec.model.tool_parser is not None:
+        from batchinf.engines.vllm.structured_output.tools import CallParser
+
+        calls = Calls(CallParser(spec, tokenizer), job_id)
+    of_job = spec.sampling.structured_outputs or {}
+    has_structure = any(
+        kind in of_job or spec.rows_may_set(f"structured_outputs.{kind}") for kind in ("regex", "grammar")
+    )
+    may_match = has_structure or calls is not None
+    if detokenizer is not None and spec.scripted is None and may_match:
+        from batchinf.engines.vllm.structured_output.structures import matcher
+
+        matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
+    return Answers(spec, tokenizer, detokenizer, reasoner=reasoner, calls=calls, matcher=matcher_of)

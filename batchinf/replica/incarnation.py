@@ -31,6 +31,7 @@ from batchinf.job.repaired import repaired
 from batchinf.manifest.names import retry_of
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
@@ -51,7 +52,8 @@ from batchinf.replica.messages import (
     Trial,
     Work,
 )
-from batchinf.replica.worker import InFlightRecord, Pipeline, Worker, scripted_length
+from batchinf.replica.pipeline import Pipeline
+from batchinf.replica.worker import Worker
 from batchinf.schedule.positions import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
@@ -346,3 +348,10 @@ def last_words(error: BaseException) -> Failed:
     if isinstance(error, OSError) and error.filename is not None:
         return Failed(type(error).__name__, disk_error(error), 1)
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}", 1)
+
+
+def scripted_length(spec: JobSpec) -> int:
+    """The `max_model_len` of a scripted engine."""
+    length = spec.length_limit(None)
+    assert length is not None, "the scripted engine has a length of its own"
+    return length

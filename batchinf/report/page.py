@@ -40,10 +40,11 @@ _PROMPT_CHARS = 300
 _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "kv_cache_size_tokens")
 
 
-def write_report(out: str, file: str | None = None) -> pathlib.Path:
+def write_report(out: str, file: str | None = None, price: float | None = None) -> pathlib.Path:
     """Write the report of a job, which may be live, dead or done. Returns the path of the file.
 
-    file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
+    file: None means `report.html` in the output folder. price: see `job_status`. Raises OutputError without a job, or
+    if another file is there.
     """
     if file is not None and file.endswith(".md"):
         raise UserError(f"-o: got {file}; the report is HTML: name it report.html, or take `batchinf status --json`")
@@ -53,7 +54,7 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
     mark = b"" if file is None else PAGE_MARK
     with naming_option(path, "-o"):
         refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
-    text = report_page(out).encode()
+    text = report_page(out, price).encode()
     with naming_option(path, "-o"):
         write_named(path, text, mark)
     return path
@@ -69,16 +70,16 @@ class Card:
     """A few words below the value."""
 
 
-def report_page(out: str) -> str:
+def report_page(out: str, price: float | None = None) -> str:
     """The page as HTML."""
-    facts = _facts(out)
+    facts = _facts(out, price)
     inputs = _inputs(out, facts["rows"].samples)
     return template("page.html").render(**facts, inputs=inputs, phase_colors=charts.PHASE_COLORS, charts=charts)
 
 
-def _facts(out: str) -> dict[str, Any]:
+def _facts(out: str, price: float | None) -> dict[str, Any]:
     """What the templates show. Raises OutputError without a job that has begun."""
-    report = job_status(out)
+    report = job_status(out, price)
     look = Look(out)
     begun = look.begun()
     totals = report.totals
@@ -171,6 +172,7 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         *(Card(f"{kind} tokens", short_count(num), f"{num:,} in parts") for kind, num in tokens.items() if num),
         *(_speed_cards(report, totals, history) if history is not None else ()),
         Card(device_time, duration(totals.device_s), "of replicas that have ended"),
+        *([] if report.cost is None else [Card("cost", f"{report.cost.total:,.2f}", report.cost.units_text)]),
         Card("output", size_text(totals.num_bytes), parts),
     ]
     figures = TASKS[totals.task].count_figures(totals.num_rows_committed, totals.task_counts)

@@ -59,7 +59,7 @@ class ImageSettings(Section):
     folders: Annotated[tuple[_Folder, ...], Field(strict=False), RUNTIME] = ()
     """Folders in which rows may name images, besides the input's: of this host, or in a bucket, `s3://bucket/photos`."""
     hosts: Annotated[tuple[_Host, ...], Field(strict=False), RUNTIME] = ()
-    """Hosts from which images of `http:` and `https:` URLs may be fetched: see docs/security.md. Default: none."""
+    """Hosts from which images of `http:` and `https:` URLs may be fetched: see docs/how-to/images.md. Default: none."""
     timeout_s: Annotated[float, Field(gt=0, le=3600), RUNTIME] = 20.0
     """Seconds in which an image must be fetched, with all retries."""
     retries: Annotated[int, Field(ge=0, le=100), RUNTIME] = 3

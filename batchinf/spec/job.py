@@ -278,6 +278,9 @@ class JobSpec(Section):
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Exit with code 3 above this share of error rows. If it is below 0.5, a job ends early if half of the first 1,000
     rows fail."""
+    price_per_gpu_hour: Annotated[float | None, Field(ge=0, le=10**9), RUNTIME] = None
+    """Price of one GPU for an hour. With it, `plan`, `status` and `report` say what the job costs; the last two take
+    the price with which the job began. Their `--price` wins."""
     same_device: Annotated[bool, RUNTIME] = False
     """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None

@@ -13,7 +13,16 @@ from mkdocs.structure.pages import Page
 ROOT = pathlib.Path(__file__).parents[2]
 HOME = "README.md"
 HISTORY = ("benchmarks/history/vllm-0.26.md", "benchmarks/history/processor.md")
-OUTSIDE = (HOME, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/RESULTS.md", *HISTORY)
+OUTSIDE = (
+    HOME,
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "benchmarks/RESULTS.md",
+    *HISTORY,
+)
 LINK = re.compile(r"(\]\(|src=\"|srcset=\")([^)#:\s\"]+)(?=[)#\"])")
 # Commands and checks of tests/pages.py.
 HIDDEN = re.compile(r"^<!-- (?:run|check)\n.*?^-->\n|^<!-- (?:exits \d+|\w+ engine) -->\n", re.MULTILINE | re.DOTALL)
@@ -45,6 +54,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return match[1] + os.path.relpath(_uri(target), os.path.dirname(page.file.src_uri) or ".")
 
     return LINK.sub(link, HIDDEN.sub("", markdown))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let the links of llms.txt lead to pages of the site."""
+    listed = pathlib.Path(config.site_dir) / "llms.txt"
+    listed.write_text(listed.read_text(encoding="utf-8").replace(".md)", ".html)"), encoding="utf-8")
 
 
 def _source(file: File) -> str:

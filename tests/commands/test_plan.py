@@ -41,7 +41,12 @@ def test_a_job_has_lengths_time_and_a_choice(tmp_path: pathlib.Path) -> None:
     assert gpu["chosen"]["degrees"]["tensor"] == 1
     assert gpu["chosen"]["data"] == 4
     assert gpu["gpu_hours"] == pytest.approx(gpu["seconds"] * 4 / 3600)
-    assert gpu["cost"] == pytest.approx(gpu["gpu_hours"] * 2)
+    assert gpu["cost"]["total"] == pytest.approx(gpu["gpu_hours"] * 2)
+    num_tokens = jobs.NUM_FEWER * (report["job"]["prompt"] + report["job"]["output"])
+    assert gpu["cost"]["cents_per_million_tokens"] * num_tokens / 1e6 == pytest.approx(gpu["gpu_hours"] * 200)
+    assert gpu["cost"]["cents_per_thousand_rows"] * jobs.NUM_FEWER / 1e3 == pytest.approx(gpu["gpu_hours"] * 200)
+    by_spec = planned(str(path), "--gpu", "h200", "--gpus", "4", "--set", "price_per_gpu_hour=2")
+    assert by_spec["gpus"][0]["cost"] == gpu["cost"]
     assert report["choice"].startswith("4 × H200 SXM: tensor 1 × data 4: the model fits one GPU")
     assert not (tmp_path / "out").exists()
 
@@ -84,7 +89,7 @@ def test_rows_that_are_not_there_yet(tmp_path: pathlib.Path) -> None:
     without = planned(*arguments, "--set", f"input.path={tmp_path}/none.jsonl", "--price", "2")
     assert without["job"] is None
     [gpu] = without["gpus"]
-    assert gpu["cost"] == pytest.approx(2 * gpu["gpu_hours"]) and gpu["seconds"] > 90
+    assert gpu["cost"]["total"] == pytest.approx(2 * gpu["gpu_hours"]) and gpu["seconds"] > 90
     assert "(for assumed prompts of 1,024 and outputs of 32 tokens)" in without["choice"]
 
 

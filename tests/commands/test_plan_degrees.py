@@ -1,8 +1,10 @@
 """Degrees of `plan` on GPUs that are not here: what it chooses and leaves out, and that `auto` chooses the same."""
 
+import dataclasses
 import functools
 import json
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +16,12 @@ from model_configs import GPT_OSS_120B, QWEN3_235B_FP8, model_folder
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
+from batchinf.commands.plan import plan
 from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.commands.plan.report import PlanReport
 from batchinf.fleet.parallel import with_degrees
 from batchinf.model import memory
+from batchinf.model.identity import resolve
 from batchinf.model.parameters import Described, described
 from batchinf.planning.degrees import shape_text
 from batchinf.spec.file import read_spec
@@ -203,6 +207,54 @@ def test_outputs_of_labels_are_as_long_as_a_choice(tmp_path: pathlib.Path) -> No
     job = make_plan(str(path), thinking, PlanOptions(gpus=("h200",))).job
     assert job is not None and job.output == 200
     assert labels.output_bytes < job.output_bytes / 5
+
+
+def test_what_would_fit_is_what_a_plan_of_it_says(tmp_path: pathlib.Path) -> None:
+    place = model_of(tmp_path, "llama-3.3-70b")
+    asked = PlanOptions(gpus=("a100-80",), gpus_per_node=1, context=4096)
+    report = make_plan(str(place), (), asked)
+    assert report.gpus[0].chosen is None
+    [fp8, four_bits, larger] = report.advice
+
+    def of(settings: dict[str, Any], gpu: str) -> str:
+        return make_plan(str(place), settings, dataclasses.replace(asked, gpus=(gpu,))).gpus[0].chosen_text
+
+    assert fp8 == f"FP8 weights (model.quantization: fp8): {of({'model.quantization': 'fp8'}, 'a100-80')}"
+    awq = of({"model.quantization": "awq", "model.load_format": "dummy"}, "a100-80")
+    assert four_bits == f"a 4-bit checkpoint, such as an AWQ one: {awq}"
+    assert larger == f"1 × B200 SXM: {of({}, 'b200')}"
+    assert "to fit, or for more cache, on as many GPUs:" in list(report.lines())
+    # It fits with 10,631 tokens of cache: eight sequences of the assumed lengths.
+    few = make_plan(str(place), {"model.quantization": "fp8"}, asked)
+    assert few.gpus[0].chosen is not None and [line.split(":")[0] for line in few.advice] == [
+        "a 4-bit checkpoint, such as an AWQ one", "1 × H200 SXM",
+    ]  # fmt: skip
+    assert not planned(place, "h200", 8).advice
+
+
+def test_whole_experts_are_advised_where_cut_ones_do_not_fit(tmp_path: pathlib.Path) -> None:
+    place = model_of(tmp_path, "qwen3-235b-fp8")
+    asked = PlanOptions(gpus=("l40s",), gpus_per_node=8, context=8192)
+    without_pipelines = {"parallel.tensor_parallel_size": "auto", "parallel.pipeline_parallel_size": 1}
+    report = make_plan(str(place), without_pipelines, asked)
+    assert report.gpus[0].chosen is None
+    assert report.advice[0].startswith("whole experts (engine.enable_expert_parallel: true): tensor 8 × data 1: ")
+    assert report.advice[1].startswith("a 4-bit checkpoint")
+
+
+def test_a_slow_plan_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return resolve(*arguments)
+
+    monkeypatch.setattr(plan, "resolve", slowly)
+    place = str(model_of(tmp_path, "llama-3.1-8b"))
+    said: list[str] = []
+    make_plan(place, (), PlanOptions(gpus=("h200",)), said.append)
+    assert not any("config" in line for line in said)
+    monkeypatch.setattr(plan, "_QUIET_S", 0.1)
+    make_plan(place, (), PlanOptions(gpus=("h200",)), said.append)
+    assert f"reading the config of {place} …" in said
 
 
 def test_a_price_needs_rows(tmp_path: pathlib.Path) -> None:

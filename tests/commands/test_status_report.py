@@ -1,5 +1,7 @@
 """`status` of jobs that run or have died, from files alone: hosts, replicas, last sign of life, slices together."""
 
+import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -14,6 +16,8 @@ from batchinf.base.storage import Folder
 from batchinf.commands.status import InputCopies, JobState, StatusReport, _load, job_status
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import JobLock
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import last_epoch, read_state
 
 HOST = os.uname().nodename
 
@@ -89,6 +93,44 @@ def test_copies_of_the_input_may_be_deleted(tmp_path: pathlib.Path) -> None:
     jobs.finish(spec, "--retry", "row_index = 1")
     assert copy.exists()
     assert [row["num_prompt_tokens"] for row in jobs.rows_of(out)] == [2] * 3
+
+
+def test_a_price_of_a_gpu_hour_makes_cents(tmp_path: pathlib.Path) -> None:
+    """Of replicas that have ended and of one that runs, with the price of the spec or of the command."""
+    out = tmp_path / "out"
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0}, price_per_gpu_hour=2.0, parallel={"data_parallel_size": 1})
+    jobs.finish(spec)
+    done = job_status(out)
+    assert done.cost is None and "cost" not in lines_of(done)  # it had no GPU
+    folder = Folder(out)
+    with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as log:
+        start = {"replica": 0, "backend": "local", "identity": {}, "devices": ["0"], "num_devices": 1}
+        log.event("replica_started", incarnation="000009.0001", **start)
+        log.event("replica_ended", incarnation="000009.0001", device_s=3600.0)
+        log.commit()
+    report = job_status(out)
+    totals = report.totals
+    assert totals is not None and report.cost is not None
+    assert report.cost.total == pytest.approx(2 * totals.device_s / 3600) and totals.device_s >= 3600
+    num_tokens = totals.num_prompt_tokens + totals.num_output_tokens
+    assert report.cost.cents_per_million_tokens * num_tokens / 1e6 == pytest.approx(100 * report.cost.total)
+    assert report.cost.cents_per_thousand_rows * jobs.NUM_FEWER / 1e3 == pytest.approx(100 * report.cost.total)
+    assert " cents for a million tokens (prompt and output), " in lines_of(report)
+    dearer = json.loads(jobs.run("status", out, "--price", "20", "--json").stdout)
+    assert dearer["cost"]["total"] == pytest.approx(10 * report.cost.total)
+    assert jobs.run("report", out, "--price", "20").returncode == 0
+    assert f"{10 * report.cost.total:,.2f}" in (out / "report.html").read_text()
+
+    # The time of a replica counts while a live process runs it, and not until then.
+    with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as log:
+        log.event("lost", shards=[0])
+        log.event("replica_started", incarnation="000010.0001", **start)
+        log.commit()
+    [stopped, later] = [job_status(out, price=3.6e6).cost for _ in range(2)]
+    with JobLock(folder).held(lambda: 1):
+        [first, second] = [job_status(out, price=3.6e6).cost for _ in range(2)]
+    assert stopped is not None and first is not None and second is not None
+    assert stopped == later and stopped.total < first.total < second.total
 
 
 def test_a_device_that_two_replicas_share_is_one() -> None:

@@ -30,8 +30,8 @@ from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
 from batchinf.records import Lease, Part
+from batchinf.replica.in_flight import RECORD_BYTES
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
-from batchinf.replica.worker import RECORD_BYTES
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 

@@ -20,7 +20,7 @@ from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartErro
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.answers import Answers, Detokenizer
-from batchinf.replica.worker import TokenCount
+from batchinf.replica.token_count import TokenCount
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import seed_of

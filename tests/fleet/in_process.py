@@ -25,9 +25,9 @@ from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, Replic
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, LeaseBegun, Stop
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 

@@ -20,6 +20,9 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+# In the environment of the clusters of this process, and so of their actors. Other files, and other runs of the tests,
+# have clusters of their own on this host at the same time.
+_OURS = ("TESTS_CLUSTERS_OF", str(os.getpid()))
 _STORE = 80 << 20
 SLOT = {"slot": 1.0}
 
@@ -34,6 +37,7 @@ class TestCluster:
         from ray.cluster_utils import Cluster
 
         os.environ.update(SETTINGS)
+        os.environ.update([_OURS])
         head = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _STORE}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
@@ -95,18 +99,24 @@ def running(num_nodes: int, num_cpus: int = 0) -> Iterator[TestCluster]:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes of all actors and replicas on this host that work for a Ray job."""
+    """The processes of all actors and replicas of Ray in this process's clusters."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
             if "ReplicaActor" in command or ("batchinf.fleet.local.process" in command and _of_ray(process)):
                 found.append(process)
-    return found
+    return [process for process in found if _is_ours(process)]
 
 
 def _of_ray(process: psutil.Process) -> bool:
     return "RAY_RAYLET_PID" in process.environ()
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.environ().get(_OURS[0]) == _OURS[1]
+    return False
 
 
 def spec_of(folder: pathlib.Path, cluster: TestCluster, **sections: Any) -> pathlib.Path:

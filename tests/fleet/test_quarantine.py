@@ -23,8 +23,8 @@ from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, InFlightRequest, Trial
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.schedule.positions import RunOrder
 
 WINDOW = 64

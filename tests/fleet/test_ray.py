@@ -102,6 +102,7 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     process = start(spec, f"{step}=hold {marker}", BATCHINF_FAULTS_ONCE=str(once))
     replica = held_at(marker, process)
+    assert replica in ray_cluster.actors()
     if victim == "node":
         two_nodes.kill(two_nodes.node_of(replica))
         two_nodes.restore(2)

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
 from batchinf.records import Completion, Request, ToolCall, Tools
-from batchinf.replica.answers import Answer, Answers, Detokenizer
-from batchinf.replica.worker import answers_of
+from batchinf.replica.answers import Answer, Answers, Detokenizer, answers_of
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 

@@ -21,11 +21,14 @@ from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Lease, Prompt, Request
-from batchinf.replica import incarnation, writer
+from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica import worker as worker_module
 from batchinf.replica.feeder import FailedRow, error_result
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
+from batchinf.replica.pipeline import Pipeline
+from batchinf.replica.token_count import TokenCount
+from batchinf.replica.worker import Worker, window
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.registry import task_of
@@ -91,7 +94,7 @@ class Bench:
         name = f"000001.{len(list(self.folder.path('.').glob('life-*'))) + 1:04d}"
         self.folder.path(f"life-{name}").touch()
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
-        line = worker_module.Pipeline(
+        line = Pipeline(
             task=self.task,
             source=self.source,
             tokenizer=self.tokenizer,
@@ -379,7 +382,7 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
 def test_admission_waits_for_the_disk(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench()
     waiting: list[int] = []
@@ -395,8 +398,8 @@ def test_admission_waits_for_the_disk(
 def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 4_000)
-    monkeypatch.setattr(worker_module, "USUAL", writer.Room(max_bytes=4_000, num_closers=1))
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(pipeline, "USUAL", writer.Room(max_bytes=4_000, num_closers=1))
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
@@ -415,7 +418,7 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
 def test_bad_rows_do_not_pile_up_in_memory(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 1_000_000)
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 1_000_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench([{"prompt": ""}] * 10_000)
     one.assign((0, 10_000))

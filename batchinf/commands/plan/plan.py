@@ -1,12 +1,18 @@
 """`batchinf plan`: what a model or a job needs, and how long it takes, on GPUs that need not be here."""
 
+import contextlib
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.cost import Cost
 from batchinf.base.errors import InputError, ModelError, UserError
+from batchinf.commands.plan.advice import advice_lines
 from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.fleet.parallel import given_degrees, on_device
 from batchinf.job.disk_space import free_bytes
@@ -15,9 +21,11 @@ from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
+from batchinf.planning.accuracy import accuracy_of
 from batchinf.planning.degrees import (
     Degrees,
     Machine,
+    at_degrees,
     best,
     degrees_of,
     least_that_fits,
@@ -39,6 +47,7 @@ from batchinf.tasks.registry import task_of
 _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _FAR = 4  # times the job's longest sequence, from which on a note names `auto`
+_QUIET_S = 2.0
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
@@ -57,7 +66,7 @@ class PlanOptions:
     context: int | None = None
     """Tokens of the longest sequence."""
     price: float | None = None
-    """Price of a GPU for an hour."""
+    """Price of a GPU for an hour; None: that of the spec."""
     output_tokens: float | None = None
     """Tokens of a request's output, on average."""
     num_rows: int | None = None
@@ -69,18 +78,28 @@ class PlanOptions:
         return self.num_rows is not None
 
 
-def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> PlanReport:
-    """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
+def make_plan(
+    target: SpecSource, overrides: Overrides, asked: PlanOptions, say: Callable[[str], None] | None = None
+) -> PlanReport:
+    """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError.
+
+    say: called with what `plan` does, from the time on when it has taken 2 s.
+    """
     _check_numbers(asked)
+    say_if_slow = functools.partial(_say_if_slow, say, time.monotonic())
     gpus = _gpus_of(asked)
     file, is_job = _spec_of(target, overrides)
     if asked.price is not None and not is_job and not asked.has_time:
         raise UserError(
             "price: a model alone has no rows, so it has no cost; plan a job spec, add --rows, or leave out --price"
         )
+    if asked.price is None:
+        asked = dataclasses.replace(asked, price=file.spec.price_per_gpu_hour)
     notes: list[str] = []
-    job, work = _job(file, asked, notes) if is_job else (None, None)
-    model = resolve(file.spec.model)
+    with say_if_slow(f"reading {file.spec.input.path} and counting the tokens of its prompts"):
+        job, work = _job(file, asked, notes) if is_job else (None, None)
+    with say_if_slow(f"reading the config of {file.spec.model.name}"):
+        model = resolve(file.spec.model)
     with placing(file):
         check_heads(file.spec, model)
     if is_job and job is None:
@@ -88,7 +107,8 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
-    base = _known_fit(model, file.spec)
+    with say_if_slow(f"counting the weights of {model.name}"):
+        base = _known_fit(model, file.spec)
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
@@ -96,13 +116,47 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and asked.context is None and takes_auto:
         notes += _long_context_note(base.needs, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
-    plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
+    num_rows = asked.num_rows if job is None else job.num_rows
+    plans = tuple(
+        _on_gpu(gpu, base, file.spec, asked, context=context, work=work, num_rows=num_rows or 0) for gpu in gpus
+    )
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
+    advice: tuple[str, ...] = ()
+    if len(plans) == 1:
+        [plan] = plans
+        gpus_per_node = asked.gpus_per_node or min(_NODE, max(1, plan.num_gpus))
+        same = dataclasses.replace(asked, gpus_per_node=gpus_per_node, num_nodes=max(1, plan.num_gpus // gpus_per_node))
+
+        def plan_on(model: Model, spec: JobSpec, gpu: Gpu) -> GpuPlan:
+            return _on_gpu(gpu, _known_fit(model, spec), spec, same, context=context, work=work, num_rows=num_rows or 0)
+
+        with say_if_slow("looking for weights and GPUs that leave more cache"):
+            advice = tuple(advice_lines(plan, model, file.spec, work, plan_on=plan_on))
     if job is not None:
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(
-        model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
+        model=_model_plan(model, base.needs, context),
+        job=job,
+        gpus=plans,
+        notes=tuple(notes),
+        choice=_choice(plans),
+        advice=advice,
     )
+
+
+@contextlib.contextmanager
+def _say_if_slow(say: Callable[[str], None] | None, began: float, words: str) -> Iterator[None]:
+    """Say what the block does if it takes half a second, and `_QUIET_S` have passed since the beginning."""
+    if say is None:
+        yield
+        return
+    timer = threading.Timer(max(0.5, began + _QUIET_S - time.monotonic()), say, [f"{words} …"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _long_context_note(needs: Needs, context: int, longest: int) -> Iterator[str]:
@@ -308,7 +362,9 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
     )
 
 
-def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload) -> GpuPlan:
+def _on_gpu(
+    gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload, num_rows: int
+) -> GpuPlan:
     """The plan on GPUs of one kind. base: the model without a device. context: tokens of the longest sequence."""
     share = _share(gpu, spec, asked)
     plan = GpuPlan(gpu=gpu, num_gpus=0, share=share, why_not=why_not(gpu, base.needs.dtype))
@@ -328,14 +384,19 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     chosen = best(fitting)
     if chosen is None:
         return _refused(plan, fit, machine, context)
+    at = at_degrees(fit, chosen.degrees.tensor, chosen.degrees.pipeline)
     plan = dataclasses.replace(
-        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, machine)
+        plan,
+        options=tuple(fitting),
+        chosen=chosen,
+        reason=reason_for(chosen, fitting, work, machine),
+        accuracy=None if chosen.prediction is None else accuracy_of(at, work),
     )
     if chosen.prediction is None or (work.is_assumed and not asked.has_time):
         return plan
     seconds = _START_S + chosen.prediction.seconds
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600
-    cost = None if asked.price is None else hours * asked.price
+    cost = Cost.of(asked.price, hours * 3600, num_tokens=work.num_tokens, num_rows=num_rows)
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
 
 

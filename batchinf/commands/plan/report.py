@@ -4,13 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.cost import Cost
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
 from batchinf.model.memory import GIB, gib
-from batchinf.planning.degrees import (
-    Degrees,
-    Option,
-    shape_text,
-)
+from batchinf.planning.accuracy import Accuracy
+from batchinf.planning.degrees import Degrees, Option, shape_text
 from batchinf.planning.gpus import Gpu
 from batchinf.planning.histogram import LengthRange, bar_lines
 
@@ -135,26 +133,31 @@ class GpuPlan:
     """The best of the options."""
     reason: str = ""
     """Why it is the best, in a sentence."""
+    accuracy: Accuracy | None = None
+    """How far such jobs were from their predictions; None without a prediction."""
     seconds: float | None = None
     """Time of the job."""
     gpu_hours: float | None = None
     """GPU-hours of the job."""
-    cost: float | None = None
-    """Price of the job."""
+    cost: Cost | None = None
+    """Of the job; None without a price."""
 
     def option_lines(self) -> Iterator[str]:
         """The options, and what the job takes with the best one."""
         for option in self.options:
-            figures = [f"{option.degrees.cache_tokens:,} tokens of cache for each replica"]
-            if option.prediction is not None:
-                figures.append(f"{option.tokens_per_s:,.0f} tokens/s")
-            if option.prediction is not None and self.seconds is not None:
-                figures.append(time_taken(option.prediction.seconds))
             arrow = "→" if option == self.chosen else " "
-            yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
+            has_time = option.prediction is not None and self.seconds is not None
+            time = f", {time_taken(option.prediction.seconds)}" if option.prediction is not None and has_time else ""
+            yield f"{arrow} {_option_text(option)}{time}"
         if self.seconds is not None:
-            cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
+            cost = "" if self.cost is None else f", {self.cost.text}"
             yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
+
+    @property
+    def chosen_text(self) -> str:
+        """The chosen degrees with their cache and speed; of a plan that has a choice."""
+        assert self.chosen is not None
+        return _option_text(self.chosen)
 
     def share_lines(self, num_rows: int, num_requests: int) -> Iterator[str]:
         """How many replicas the rows keep busy, and how many rows keep all of them full."""
@@ -187,8 +190,14 @@ class GpuPlan:
         cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
         if self.seconds is None or self.gpu_hours is None:
             return cells
-        cost = () if self.cost is None else (f"{self.cost:,.2f}",)
+        cost = () if self.cost is None else (f"{self.cost.total:,.2f}",)
         return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
+
+
+def _option_text(option: Option) -> str:
+    cache = f"{option.degrees.cache_tokens:,} tokens of cache for each replica"
+    speed = "" if option.prediction is None else f", {option.tokens_per_s:,.0f} tokens/s"
+    return f"{shape_text(option.degrees, option.data)}: {cache}{speed}"
 
 
 def _sequences_text(number: float) -> str:
@@ -212,6 +221,8 @@ class PlanReport:
     """What could not be looked at."""
     choice: str
     """Empty if nothing fits."""
+    advice: tuple[str, ...] = ()
+    """Changes that hold a model that does not fit, or leave more cache; of a plan for one kind of GPU."""
 
     def lines(self) -> Iterator[str]:
         yield from self.model.lines()
@@ -230,22 +241,27 @@ class PlanReport:
             if self.job is not None:
                 yield from self.gpus[0].share_lines(self.job.num_rows, self.job.num_requests)
         yield from (note for note in self.notes if not note.startswith(_WARNING))
+        if self.advice:
+            yield ""
+            yield "to fit, or for more cache, on as many GPUs:"
+            yield from (f"  {line}" for line in self.advice)
         if self.choice:
             yield ""
             yield f"choice: {self.choice}"
 
     def _table(self) -> Iterator[str]:
         heads = _HEADS
-        if self.job is not None or any(plan.seconds is not None for plan in self.gpus):
+        has_time = self.job is not None or any(plan.seconds is not None for plan in self.gpus)
+        if has_time:
             has_cost = any(plan.cost is not None for plan in self.gpus)
             heads += _JOB_HEADS if has_cost else _JOB_HEADS[:-1]
         rows = [heads, *(plan.cells() for plan in self.gpus)]
         widths = [_width(rows, column) for column in range(len(heads))]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        yield from self._legend(has_sizes=any(len(row) > 4 for row in rows[1:]))
+        yield from self._legend(has_sizes=any(len(row) > 4 for row in rows[1:]), has_time=has_time)
 
-    def _legend(self, *, has_sizes: bool) -> Iterator[str]:
+    def _legend(self, *, has_sizes: bool, has_time: bool) -> Iterator[str]:
         """What the columns of the table mean. has_sizes: a row has values in them, not only a reason."""
         if has_sizes:
             size = f"{self.model.context:,} tokens"
@@ -261,6 +277,14 @@ class PlanReport:
                 f"{first.num_devices} GPUs"
             )
         yield from self._window_lines()
+        known = [(plan.chosen.tokens_per_s, plan.accuracy) for plan in self.gpus if plan.chosen and plan.accuracy]
+        if known and (has_time or len(self.gpus) == 1):
+            speed, accuracy = known[0]
+            here = "" if len(self.gpus) > 1 else f", here {accuracy.low * speed:,.0f} to {accuracy.high * speed:,.0f}"
+            yield (
+                f"tokens/s: of prompts and outputs; on H100s and H200s, {accuracy.kind} made {accuracy.low:.2f} to "
+                f"{accuracy.high:.2f} of the prediction{here}"
+            )
 
     def _window_lines(self) -> Iterator[str]:
         """How many sequences run where vLLM's worst case is far lower, because layers have a sliding window."""

@@ -47,8 +47,8 @@ from batchinf.fleet.local.process_group import (
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.spec.job import JobSpec
 
 # Signals that come from other processes, unlike a segmentation fault.

@@ -19,9 +19,9 @@ from batchinf.base.errors import EngineDeadError
 from batchinf.base.process import leave
 from batchinf.base.stop_signals import STOP_SIGNALS
 from batchinf.fleet.local.channel import Channel
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
-from batchinf.replica.worker import InFlightRecord
 from batchinf.version import __version__
 
 

@@ -86,9 +86,10 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 def members(group: int) -> list[psutil.Process]:
     """The live members of a process group; zombies do not count."""
     processes = []
-    for process in psutil.process_iter(["pid", "status"]):
+    for pid in psutil.pids():
+        # The group first, for one call of the kernel tells it, and most processes of the host are in others.
         with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+            if os.getpgid(pid) == group and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
                 processes.append(process)
     return processes
 

@@ -29,8 +29,8 @@ from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root
 from batchinf.fleet.ray.hosts import HostReport, check_versions, host_report
 from batchinf.model.identity import Model
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch, Ready, StartPhase
-from batchinf.replica.worker import InFlightRecord
 
 _POLL_S = 0.05
 _RECORD_EVERY_S = 1.0
