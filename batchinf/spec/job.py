@@ -143,8 +143,8 @@ class ParallelSpec(Section):
     """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
     that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
-    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU. With `backend: ray`, `auto`
-    is as many as the cluster has room for at the start; without GPUs, one on each node."""
+    """Number of replicas; `auto`: as many as the visible devices hold; on a CPU 2, or 1 with at most four cores.
+    With `backend: ray`, `auto` is as many as the cluster has room for at the start; without GPUs, one on each node."""
 
     @property
     def sizes(self) -> tuple[int, int]:

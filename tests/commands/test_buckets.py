@@ -37,6 +37,7 @@ def test_a_whole_job_is_whole(url: str, environment: dict[str, str], tmp_path: p
     spec = stores.spec_of(tmp_path, url)
     before = jobs.run("check", url, **environment)
     assert before.returncode == 2 and "holds no job that has begun" in before.stderr
+    assert f"\noutput {url}: a new job\n" in jobs.run("validate", spec, **environment).stdout
     # Not at a bundle of the journal: how many there are depends on the time that the job takes.
     killed = jobs.run("run", spec, faults="mirror.after_part:3=kill", **environment)
     assert killed.returncode == -9

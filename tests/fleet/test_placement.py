@@ -184,8 +184,13 @@ def test_a_pipeline_needs_devices() -> None:
     wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
     with pytest.raises(SpecError, match=wrong):
         place(spec_of(parallel=degrees(1, 2)).parallel, [], range(4))
-    assert len(place(spec_of(parallel=degrees(2, 1)).parallel, [], range(4))) == 2
+    assert len(place(spec_of(parallel=degrees(2, 1)).parallel, [], range(5))) == 2
     assert len(LocalBackend().place(spec_of(parallel=degrees(1, 2), scripted={}))) == 2
+
+
+def test_few_cores_have_one_engine_unless_the_spec_says_more() -> None:
+    assert [len(place(spec_of().parallel, [], range(cores))) for cores in (1, 4, 5)] == [1, 1, 2]
+    assert len(place(spec_of(parallel={"data_parallel_size": 2}).parallel, [], range(4))) == 2
 
 
 def test_the_scripted_engine_takes_no_device() -> None:

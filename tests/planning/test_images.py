@@ -98,7 +98,8 @@ def test_a_model_without_its_image_processor_is_a_warning_above_the_table(
 
 
 def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    done = jobs.run("validate", spec_of(folder, tmp_path), *"--row 0 --row 1 --row 3 --json".split())
+    spec = spec_of(folder, tmp_path)
+    done = jobs.run("validate", spec, *"--row 0 --row 1 --row 3 --json".split())
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
     report = json.loads(done.stdout)
@@ -108,6 +109,9 @@ def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathli
     assert two["num_image_tokens"] == 2 * one["num_image_tokens"] > 0
     assert len(one["token_ids"]) + one["num_image_tokens"] == report["prompt_lengths"]["p50"]
     assert gone["error"]["error_type"] == "image_not_found"
+    shown = jobs.run("validate", spec, "--row", "0").stdout
+    num_tokens = len(one["token_ids"]) + one["num_image_tokens"]
+    assert f": {num_tokens:,} tokens ({one['num_image_tokens']:,} image tokens not shown)" in shown
 
 
 def test_a_prompt_that_is_too_long_with_its_images(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

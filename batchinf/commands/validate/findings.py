@@ -153,6 +153,7 @@ class OutputFound:
     """What the output folder holds."""
 
     folder: str
+    """Its URL, if it is in a bucket."""
     holds: Literal["nothing", "slices", "done job", "unfinished job"] = "nothing"
     num_slices: int | None = None
     """Slices of a job in slices."""

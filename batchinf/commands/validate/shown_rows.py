@@ -129,7 +129,7 @@ class ShownRow:
         num_tokens = len(self.token_ids) + self.num_image_tokens
         if self.sampling is not None and self.max_model_len is not None:
             room = f", room for {self.max_model_len - num_tokens:,} more in {self.max_model_len:,}"
-        images = f" ({self.num_image_tokens:,} of its images are not shown)" if self.num_image_tokens else ""
+        images = f" ({counted(self.num_image_tokens, 'image token')} not shown)" if self.num_image_tokens else ""
         yield f"{name}: {num_tokens:,} tokens{images}{room}{'; cut to fit' if self.is_truncated else ''}"
         for line in _shortened(self.text, self.is_named).split("\n"):
             # Spaces at the end of a line change the model's output but are invisible, so they are shown as dots.

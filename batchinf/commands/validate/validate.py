@@ -289,7 +289,8 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
 
 def _output(job: Job, state: State | None, chosen: Choice | None, *, copy_bytes: int) -> OutputFound:
     folder = Folder(job.spec.output.folder)
-    output = OutputFound(str(folder.root), others_note=others_note(folder) if state is None else None)
+    name = job.spec.output.path if job.spec.output.is_bucket else str(folder.root)
+    output = OutputFound(name, others_note=others_note(folder) if state is None else None)
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
         output = dataclasses.replace(output, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))

@@ -92,6 +92,7 @@ def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
 
 
 CPU_REPLICAS = 2
+_FEW_CORES = 4  # with which one engine of vLLM is enough
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -131,7 +132,7 @@ def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -
                 f"parallel.pipeline_parallel_size: got {parallel.pipeline_parallel_size}, but no CUDA device is "
                 "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
             )
-        return place_on_processor(parallel, cpus)
+        return place_on_processor(parallel, cpus, 1 if len(cpus) <= _FEW_CORES else CPU_REPLICAS)
     degree = math.prod(parallel.sizes)
     groups = [tuple(devices[i : i + degree]) for i in range(0, len(devices) - degree + 1, degree)]
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
@@ -146,10 +147,10 @@ def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -
     return [Slot(i, group, shares[i], numbers[group]) for i, group in enumerate(placed)]
 
 
-def place_on_processor(parallel: ParallelSpec, cpus: Sequence[int]) -> list[Slot]:
-    """One slot for each replica, without devices."""
+def place_on_processor(parallel: ParallelSpec, cpus: Sequence[int], default: int = CPU_REPLICAS) -> list[Slot]:
+    """One slot for each replica, without devices. default: the number of replicas for `auto`."""
     number = parallel.data_parallel_size
-    num_replicas = CPU_REPLICAS if number == "auto" else number
+    num_replicas = default if number == "auto" else number
     return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
 
 
