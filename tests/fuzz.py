@@ -969,7 +969,7 @@ def _prompt_case(draw: Draw, made: list[Renderer]) -> Any:
 
 def _run_prompt(folder: pathlib.Path, made: list[Renderer], case: Any) -> bool:
     number, values = case
-    found = made[number].render(Row(0, values))
+    found = jobs.or_error(made[number].render, Row(0, values))
     if isinstance(found, RowError):
         assert found.error_type
         found.error_message.encode()

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 from fork_server import ForkServer
 
+from batchinf.base.errors import RowFailed
 from batchinf.base.storage import Folder
 from batchinf.manifest.events import read_events
 from batchinf.manifest.state import State, read_state
@@ -363,3 +364,11 @@ def share_said(number: int, num_rows: int) -> str:
     """The share of right rows with its standard error and their number, as the lines of an accuracy have it."""
     right = [1.0] * number + [0.0] * (num_rows - number)
     return f"{number / num_rows:.2%} ± {statistics.stdev(right) / num_rows**0.5:.2%} ({number})"
+
+
+def or_error(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function makes of a row, or the row's error."""
+    try:
+        return make(*arguments, **options)
+    except RowFailed as failed:
+        return failed.error

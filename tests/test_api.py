@@ -128,7 +128,7 @@ def test_a_wrong_mapping_is_one_clear_line(change: dict[str, Any], message: str,
 
 def test_errors_are_those_of_the_tree() -> None:
     tree = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, Exception)}
-    internal = {errors.EngineDeadError, errors.ImageError, errors.RequestRefused}
+    internal = {errors.EngineDeadError, errors.RowFailed}
     assert {getattr(batchinf, name) for name in batchinf.__all__ if hasattr(errors, name)} == tree - internal
     with pytest.raises(batchinf.OutputError, match="holds no job"):
         batchinf.open("nowhere")

@@ -122,13 +122,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Copy, "subprocess.Com
 
 def add_error_type(copy: Copy) -> None:
     copy.replace(
-        "batchinf/prompts/templates.py",
-        '        return "".join(pieces)\n',
+        "batchinf/prompts/renderer.py",
+        '    check_unicode(text, "the prompt")\n',
         """\
-        text = "".join(pieces)
-        if "France" in text:
-            return RowError("forbidden_word", "the prompt has the word France; leave it out")
-        return text
+    check_unicode(text, "the prompt")
+    if "France" in text:
+        raise RowFailed("forbidden_word", "the prompt has the word France; leave it out")
 """,
     )
 

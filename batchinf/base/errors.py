@@ -14,7 +14,7 @@
     ├── VerificationFailed     3  `verify` found values beyond its tolerance
     └── Interrupted           75  stopped on request; the same command resumes the job
 
-A failed row raises none of these: it is a `RowError` value and becomes an error row of the output.
+A failed row ends no job: it raises `RowFailed` where its value is wrong, and becomes an error row of the output.
 """
 
 import errno
@@ -134,18 +134,12 @@ class RowError:
     error_message: str
 
 
-class RequestRefused(Exception):
-    """An engine refuses a request. The engine runs on, and the row becomes an error row."""
+class RowFailed(Exception):
+    """A row has no prompt, an image of it cannot be used, or the engine refuses its request.
 
-    def __init__(self, error: RowError) -> None:
-        super().__init__(error.error_message)
-        self.error = error
+    It is raised where the value is wrong. Code that handles several rows catches it for each and keeps its `error`.
+    """
 
-
-class ImageError(Exception):
-    """An image of a row cannot be used. The row becomes an error row."""
-
-    def __init__(self, error_type: str, message: str) -> None:
-        super().__init__(message)
-        self.error_type = error_type
-        self.message = message
+    def __init__(self, error_type: str, error_message: str) -> None:
+        super().__init__(error_message)
+        self.error = RowError(error_type, error_message)

@@ -18,10 +18,10 @@ class Engine(Protocol):
         """Compile kernels for the job's shapes by running requests like this one."""
 
     def add(self, request: Request) -> None:
-        """Add a request. Raises RequestRefused, after which the engine runs on, or EngineDeadError."""
+        """Add a request. Raises RowFailed, after which the engine runs on, or EngineDeadError."""
 
     def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
-        """Make a prompt with images ready for `add`. Raises RequestRefused. Called on other threads, beside `step`.
+        """Make a prompt with images ready for `add`. Raises RowFailed. Called on other threads, beside `step`.
 
         token_ids: with one placeholder for each of `images`, which are Pillow's.
         """

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base import faults
-from batchinf.base.errors import RequestRefused, RowError
+from batchinf.base.errors import RowFailed
 from batchinf.records import (
     Completion,
     EngineInfo,
@@ -72,10 +72,10 @@ class ScriptedEngine:
 
     def add(self, request: Request) -> None:
         if len(request.prompt_token_ids) + self.output_room > self._script.max_model_len:
-            raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
+            raise RowFailed("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens")
         if request.sampling.min_tokens > request.max_tokens:
             message = f"min_tokens is {request.sampling.min_tokens}, but only {request.max_tokens} tokens fit"
-            raise RequestRefused(RowError("invalid_sampling", message))
+            raise RowFailed("invalid_sampling", message)
         self._waiting.append(request)
 
     def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import ImageError, OutputError, SpecError
+from batchinf.base.errors import OutputError, RowFailed, SpecError
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folders, read_cut, source_folder
 from batchinf.base.storage import Folder
@@ -308,7 +308,7 @@ class Exclusion:
             return None
         try:
             digests = [self._loader.digest(source) for source in prompt.image_sources] if self._loader else []
-        except ImageError:
+        except RowFailed:
             return None
         return prompt_hash(np.array(prompt.token_ids, np.int32), digests)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, size_text
 from batchinf.job.input_job import image_folder
@@ -74,10 +74,10 @@ class Pictures:
             return Picture(name, digest, note="not fetched for this page; `batchinf head --row` shows it")
         try:
             loaded = self._loader.load(source)
-        except ImageError as error:
+        except RowFailed as failed:
             gone = "" if digest is None else "it is not there any more: "
-            where = f"; relative paths begin in {self._folder}" if error.error_type == "image_not_found" else ""
-            return Picture(name, digest, note=gone + error.message + (where if self._folder else ""))
+            where = f"; relative paths begin in {self._folder}" if failed.error.error_type == "image_not_found" else ""
+            return Picture(name, digest, note=gone + failed.error.error_message + (where if self._folder else ""))
         if digest is not None and loaded.digest != digest:
             return Picture(name, digest, note="it has changed since the job ran the row")
         about = f"{loaded.width:,} × {loaded.height:,}, {loaded.format}, {size_text(loaded.num_bytes)}"

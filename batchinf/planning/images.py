@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from batchinf.base.errors import ImageError, ModelError, RowError
+from batchinf.base.errors import ModelError, RowError, RowFailed
 from batchinf.base.text import counted
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, max_model_len
 from batchinf.model.image_tokens import ImageSize, image_tokens
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.images import image_error, shared_ids, too_many, with_rendered
+from batchinf.prompts.images import read_images, shared_ids, with_rendered
 from batchinf.prompts.media import ImageLoader
 from batchinf.records import Prompt, RenderedPrompt
 from batchinf.spec.input import InputSpec
@@ -51,17 +51,12 @@ class SampledImages:
 
     def _looked_at(self, prompt: Prompt) -> Prompt:
         assert self._loader is not None
-        sources = prompt.image_sources
-        if (refusal := too_many(sources, self._max_per_row)) is not None:
-            return _failed(prompt, refusal)
-        shapes = []
-        for number, source in enumerate(sources, start=1):
-            try:
-                width, height = self._loader.size_of(source) or _UNKNOWN
-            except ImageError as error:
-                return _failed(prompt, image_error(error, number))
-            shapes.append(("", width, height))
-        return replace(prompt, image_sources=(), image_shapes=tuple(shapes))
+        try:
+            sizes = read_images(prompt.image_sources, self._max_per_row, self._loader.size_of)
+        except RowFailed as failed:
+            return _failed(prompt, failed.error)
+        shapes = tuple(("", *(size or _UNKNOWN)) for size in sizes)
+        return replace(prompt, image_sources=(), image_shapes=shapes)
 
     def with_tokens(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with all tokens of their images. If these cannot be counted, each image keeps one placeholder.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowError, RowFailed
 from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
@@ -190,27 +190,28 @@ class PromptBuilder:
 
     def _draft(self, row: Row, max_model_len: int | None) -> "Draft":
         """The row's text, or its ids or error if it needs no encoding."""
-        if self._batch is not None:
-            return self._batch_draft(self._batch, row, max_model_len)
+        try:
+            if self._batch is not None:
+                return self._batch_draft(self._batch, row, max_model_len)
+            return self._row_draft(row, max_model_len)
+        except RowFailed as failed:
+            return Draft(None, failed.error)
+
+    def _row_draft(self, row: Row, max_model_len: int | None) -> "Draft":
+        """A draft of a row that is no line. Raises RowFailed."""
         rendered = self._renderer.render_images(row, self._placeholders)
-        if isinstance(rendered, RowError):
-            return Draft(None, rendered)
         draft = Draft(rendered.text, rendered.token_ids)
         if rendered.token_ids is None:
             draft = self._text_draft(rendered.text or "", self._encoder, max_model_len)
         if not rendered.sources and not self._parses_calls:
             return draft
         tools = self._renderer.tools(row) if self._parses_calls else None
-        if isinstance(tools, RowError):
-            return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
         if not rendered.sources and tools is None:
             return draft
         return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
-        if isinstance(request, RowError):
-            return Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
             return Draft(request.text, sampling, request=request)
@@ -228,9 +229,10 @@ class PromptBuilder:
         self, batch: BatchPrompts, part: BatchRequest, sampling: SamplingSpec, max_model_len: int | None
     ) -> "Draft":
         """A draft of one prompt of a line."""
-        request = batch.rendered(part)
-        if isinstance(request, RowError):
-            return Draft(None, request, request=part)
+        try:
+            request = batch.rendered(part)
+        except RowFailed as failed:
+            return Draft(None, failed.error, request=part)
         if request.token_ids is not None:
             draft = Draft(request.text, request.token_ids)
         else:
@@ -238,13 +240,17 @@ class PromptBuilder:
             encoder = self._with_special if adds else self._without_special
             # A text that is cut is not too long.
             most = None if request.truncation is not None else max_model_len
-            draft = self._text_draft(check_text(request.text or ""), encoder, most)
+            try:
+                draft = self._text_draft(check_text(request.text or ""), encoder, most)
+            except RowFailed as failed:
+                draft = Draft(None, failed.error)
         return replace(draft, sampling=sampling, request=request)
 
-    def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
-        """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
-        if isinstance(text, RowError):
-            return Draft(None, text)
+    def _text_draft(self, text: str, encoder: Encoder, max_model_len: int | None) -> "Draft":
+        """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised.
+
+        Raises RowFailed if that makes it an error row.
+        """
         if max_model_len is None:
             return Draft(text, None, encoder)
         probed = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
@@ -255,26 +261,28 @@ class PromptBuilder:
             return Draft(None, ids)
         if self._side is None:
             got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
-            return Draft(None, self._too_long(got, max_model_len))
+            raise self._too_long(got, max_model_len)
         return Draft(text, ids)
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         request = draft.request
-        cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
-        outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        if isinstance(outcome, list):
-            outcome = self.misplaced(outcome, len(request.images)) or outcome
         text = draft.text if self._keeps_text else None
-        if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=request.form)
+        try:
+            if isinstance(ids, RowError):
+                raise RowFailed(ids.error_type, ids.error_message)
+            kept = self._cut_to_fit(row, draft, ids, max_model_len)
+            self._check_ids(kept, max_model_len)
+            self.check_places(kept, len(request.images))
+        except RowFailed as failed:
+            return Prompt(row.row_index, [], text, failed.error, sampling=draft.sampling, request=request.form)
         return Prompt(
             row.row_index,
-            outcome,
+            kept,
             text,
             None,
             sampling=draft.sampling,
-            is_truncated=outcome is not ids,
-            has_second_bos=begins_with_two(outcome, self._bos),
+            is_truncated=kept is not ids,
+            has_second_bos=begins_with_two(kept, self._bos),
             dimensions=request.dimensions,
             request=request.form,
             line_seed=self._line_seed(draft),
@@ -294,17 +302,16 @@ class PromptBuilder:
         """`Prompt.image_digests` of a prompt whose images are not loaded: none of no images."""
         return () if self._has_images and not images else None
 
-    def misplaced(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
-        """The error of a prompt that has not exactly one place for each of its images.
+    def check_places(self, token_ids: Sequence[int], num_images: int) -> None:
+        """Raise RowFailed if a prompt has not exactly one place for each of its images.
 
         A prompt without images may spell a place, except where the text says where images stand.
         """
-        if self._placeholders is None or not (num_images or self._has_places_in_text):
-            return None
-        return self._placeholders.objection(token_ids, num_images)
+        if self._placeholders is not None and (num_images or self._has_places_in_text):
+            self._placeholders.check(token_ids, num_images)
 
-    def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int] | RowError:
-        """The ids, cut if the row's line or the spec wants that."""
+    def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int]:
+        """The ids, cut if the row's line or the spec wants that. Raises RowFailed."""
         if (wanted := draft.request.truncation) is not None:
             room = None if max_model_len is None else max_model_len - self._output_room
             return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side=self._side_of_lines)
@@ -315,37 +322,37 @@ class PromptBuilder:
         room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
         return self._cut(ids, max_model_len, room or self._output_room, self._side)
 
-    def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
+    def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int]:
         """The ids with `room` left for the output."""
         cut = self._encoder.cut(ids, max_model_len - room, side)
-        if cut is not None:
-            return cut
-        message = f"max_tokens {room:,} leaves no room for a prompt in max_model_len={max_model_len}"
-        return RowError("prompt_too_long", message)
+        if cut is None:
+            message = f"max_tokens {room:,} leaves no room for a prompt in max_model_len={max_model_len}"
+            raise RowFailed("prompt_too_long", message)
+        return cut
 
-    def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
+    def _check_ids(self, ids: list[int], max_model_len: int | None) -> None:
+        """Raise RowFailed if the engine cannot take these ids."""
         if not ids:
-            return RowError("empty_prompt", "the prompt has no tokens")
+            raise RowFailed("empty_prompt", "the prompt has no tokens")
         if max_model_len is not None and len(ids) + self._output_room > max_model_len:
-            return self._too_long(f"{len(ids):,} tokens", max_model_len)
+            raise self._too_long(f"{len(ids):,} tokens", max_model_len)
         low = min(ids) if self._takes_ids else 0
         high = max(ids) if self._may_exceed_vocab else 0
-        return self.outside_vocabulary(low, high) or ids
+        self.check_vocabulary(low, high)
 
-    def outside_vocabulary(self, low: int, high: int) -> RowError | None:
-        """The error of a row whose least or greatest id is outside the vocabulary, which would crash the engine."""
+    def check_vocabulary(self, low: int, high: int) -> None:
+        """Raise RowFailed if a row's least or greatest id is outside the vocabulary, which would crash the engine."""
         if low < 0:
-            return RowError("invalid_token_id", f"got token id {low}; must not be negative")
-        if self._vocab_size is None or high < self._vocab_size:
-            return None
-        shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
-        return RowError(
-            "invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of {self._vocab_size:,}"
-        )
+            raise RowFailed("invalid_token_id", f"got token id {low}; must not be negative")
+        if self._vocab_size is not None and high >= self._vocab_size:
+            shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
+            raise RowFailed(
+                "invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of {self._vocab_size:,}"
+            )
 
-    def _too_long(self, got: str, max_model_len: int) -> RowError:
+    def _too_long(self, got: str, max_model_len: int) -> RowFailed:
         most = f"at most {max_model_len - self._output_room:,} fit max_model_len={max_model_len}"
-        return RowError("prompt_too_long", f"got {got}; {most}")
+        return RowFailed("prompt_too_long", f"got {got}; {most}")
 
 
 @dataclass(frozen=True, slots=True)

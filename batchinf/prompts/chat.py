@@ -13,7 +13,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowFailed
 from batchinf.base.text import describe_error, name_type, shorten
 from batchinf.prompts.templates import line_of
 from batchinf.spec.input import InputSpec
@@ -80,8 +80,8 @@ Message = dict[str, Any]
 _PROBE = "a part of a text"
 
 
-def read_messages(value: object, what: str, *, takes_images: bool = False) -> list[Message] | RowError:
-    """Normalise a conversation: a list of messages, or JSON text of one. Returns the row's error if it is invalid.
+def read_messages(value: object, what: str, *, takes_images: bool = False) -> list[Message]:
+    """Normalise a conversation: a list of messages, or JSON text of one. Raises RowFailed if it is invalid.
 
     Keys with a null are removed: Arrow fills a message with the keys of all others. `content` is text or a list of
     parts of text; a message with `tool_calls` needs none. Arguments of tool calls become mappings, which chat templates
@@ -90,29 +90,29 @@ def read_messages(value: object, what: str, *, takes_images: bool = False) -> li
     takes_images: parts may be images. Each becomes `{type: image, source: …}`, or `{type: image}` without a source.
     """
     if value is None:
-        return RowError("null_prompt", f"{what} is null")
+        raise RowFailed("null_prompt", f"{what} is null")
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            return _wrong(what, f"text that is not JSON ({describe_error(error)})")
+            raise _wrong(what, f"text that is not JSON ({describe_error(error)})") from None
     elif isinstance(value, list):
         value = without_nulls(value)
     if not isinstance(value, list):
-        return _wrong(what, name_type(value))
+        raise _wrong(what, name_type(value))
     if not value:
-        return RowError("empty_prompt", f"{what} has no messages")
+        raise RowFailed("empty_prompt", f"{what} has no messages")
     messages: list[Message] = []
     for number, item in enumerate(value):
         try:
             messages.append(_read_message(item, takes_images=takes_images))
         except _Wrong as error:
-            return RowError("invalid_messages", f"{what}, message {number}: {error}")
+            raise RowFailed("invalid_messages", f"{what}, message {number}: {error}") from None
     return messages
 
 
-def read_tools(value: object, what: str) -> list[dict[str, Any]] | RowError | None:
-    """The tools of a conversation: a list of mappings, or JSON text of one; None if there are none.
+def read_tools(value: object, what: str) -> list[dict[str, Any]] | None:
+    """The tools of a conversation: a list of mappings, or JSON text of one; None if there are none. Raises RowFailed.
 
     what: names the value in errors, such as `column 'tools'`.
     """
@@ -120,17 +120,17 @@ def read_tools(value: object, what: str) -> list[dict[str, Any]] | RowError | No
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            return RowError("invalid_tools", f"got text that is not JSON ({describe_error(error)}) in {what}")
+            raise RowFailed("invalid_tools", f"got text that is not JSON ({describe_error(error)}) in {what}") from None
     if value is None or value in ("", []):
         return None
     if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
         return [tool for tool in map(without_nulls, value) if isinstance(tool, dict)]
     got = "a list of other values" if isinstance(value, list) else name_type(value)
-    return RowError("invalid_tools", f"got {got} in {what}; expected a list of mappings, or JSON text of one")
+    raise RowFailed("invalid_tools", f"got {got} in {what}; expected a list of mappings, or JSON text of one")
 
 
-def _wrong(what: str, got: str) -> RowError:
-    return RowError("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
+def _wrong(what: str, got: str) -> RowFailed:
+    return RowFailed("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
 
 
 class _Wrong(Exception):
@@ -296,20 +296,21 @@ class ChatTemplate:
         self._takes_parts = self._renders_parts()
         self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
 
-    def render(self, messages: Sequence[Message], /, **options: Any) -> str | RowError:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt's text, with all special tokens. options: override `chat_template_kwargs`.
 
-        An exception of the template becomes the row's error, and so do tools that the template would ignore.
+        Raises RowFailed for any exception of the template, and for tools that the template would ignore.
         """
         for name in ("tools", "documents"):
             if options.get(name) and name not in self._takes:
                 words = f"the row has {name}, but the chat template has no variable `{name}`, so the model would not "
-                return RowError("template_error", f"{words}see them")
+                raise RowFailed("template_error", f"{words}see them")
         try:
             return self._apply(self._fit(messages), options)
         except Exception as error:
             # Templates and tokenizers' own code may raise anything.
-            return RowError("template_error", f"the chat template failed{line_of(error)}: {describe_error(error)}")
+            words = f"the chat template failed{line_of(error)}: {describe_error(error)}"
+            raise RowFailed("template_error", words) from error
 
     def _apply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         return str(

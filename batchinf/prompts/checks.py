@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import jinja2
 import numpy as np
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
@@ -224,13 +224,16 @@ def _role_warning(
     # Loading a tokenizer takes seconds, so it is loaded only if the rows give a reason.
     renderer = Renderer(spec, load_tokenizer(model.tokenizer, spec.model.trust_remote_code))
     [first] = source.read_rows(np.asarray(rows[:1], np.int64), renderer.columns)
-    if not isinstance(renderer.render(first), RowError):
-        names = list_names(dict.fromkeys(role for unusual in roles.values() for role in unusual))
-        yield (
-            f"warning: {len(rows):,} of the first {len(conversations):,} conversations (row {rows[0]} first) "
-            f"{'have' if len(rows) > 1 else 'has'} roles that the chat template does not name: {names}; it writes them "
-            f"as they are, or leaves their messages out; usual roles are {', '.join(_ROLES)}"
-        )
+    try:
+        renderer.render(first)
+    except RowFailed:
+        return
+    names = list_names(dict.fromkeys(role for unusual in roles.values() for role in unusual))
+    yield (
+        f"warning: {len(rows):,} of the first {len(conversations):,} conversations (row {rows[0]} first) "
+        f"{'have' if len(rows) > 1 else 'has'} roles that the chat template does not name: {names}; it writes them "
+        f"as they are, or leaves their messages out; usual roles are {', '.join(_ROLES)}"
+    )
 
 
 def _unread(
@@ -261,7 +264,11 @@ def _conversation_of(row: Row, column: str | None) -> tuple[object, Iterable[str
     if not isinstance(body, dict) or body.get("messages") is None:
         return None, ()
     options = body.get("chat_template_kwargs")
-    return read_messages(body["messages"], "messages", takes_images=True), options if isinstance(options, dict) else ()
+    try:
+        messages = read_messages(body["messages"], "messages", takes_images=True)
+    except RowFailed:
+        return None, ()
+    return messages, options if isinstance(options, dict) else ()
 
 
 class EmptyValues:
@@ -384,8 +391,8 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
     if bos is None:
         return None
     looked_at = _first_rows(source, range(min(source.num_rows, _LOOKED_AT)), renderer.columns)
-    texts = [renderer.render(row) for row in looked_at]
-    doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
+    texts = [_text_of(renderer, row) for row in looked_at]
+    doubled = [number for number, text in enumerate(texts) if text is not None and text.startswith(bos)]
     if not doubled:
         return None
     # Loading a tokenizer takes seconds, so it is loaded only if the texts give a reason.
@@ -397,6 +404,14 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
         f"warning: of the first {len(texts):,} prompts {len(doubled):,} (row {doubled[0]} first) begin with {bos}, "
         f"and the tokenizer puts another {bos} before it; leave it out of the text"
     )
+
+
+def _text_of(renderer: Renderer, row: Row) -> str | None:
+    """The text of a row's prompt; None for an error row."""
+    try:
+        return renderer.render(row)
+    except RowFailed:
+        return None
 
 
 def _bos(folder: pathlib.Path) -> str | None:

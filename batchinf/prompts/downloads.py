@@ -20,7 +20,7 @@ from aiohttp import ClientResponse, ClientSession
 from fsspec.asyn import get_loop
 from yarl import URL
 
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, counted, one_line
 from batchinf.prompts.url_cache import UrlCache, cached
@@ -70,16 +70,16 @@ class AllowedHosts:
         return any(port in self._ports.get(name, ()) for name in names)
 
     def check(self, url: URL, name: str) -> None:
-        """Raise ImageError if a row may not name this URL. name: of the image, in messages."""
+        """Raise RowFailed if a row may not name this URL. name: of the image, in messages."""
         if url.scheme not in ("http", "https") or url.host is None or url.port is None:
-            raise ImageError("image_forbidden", f"{name} leads to a URL that is neither http: nor https:")
+            raise RowFailed("image_forbidden", f"{name} leads to a URL that is neither http: nor https:")
         if url.user is not None or url.password is not None:
-            raise ImageError("image_forbidden", f"{name} has a user name or a password, which are not sent")
+            raise RowFailed("image_forbidden", f"{name} has a user name or a password, which are not sent")
         host = url.raw_host or ""
         if not self.has(host, url.port):
             shown = f"[{host}]" if ":" in host else clip(host)
             shown += "" if url.is_default_port() else f":{url.port}"
-            raise ImageError("image_forbidden", f"{name} needs the host '{shown}', which is not in input.images.hosts; "
+            raise RowFailed("image_forbidden", f"{name} needs the host '{shown}', which is not in input.images.hosts; "
                              "add it there to allow it")  # fmt: skip
 
     def has_address(self, address: str, port: int) -> bool:
@@ -88,12 +88,12 @@ class AllowedHosts:
 
 
 def check_url(url: str, hosts: AllowedHosts) -> None:
-    """Raise ImageError if a row may not name this URL."""
+    """Raise RowFailed if a row may not name this URL."""
     name = f"'{clip(shown_url(url), 200)}'"
     try:
         hosts.check(URL(url), name)
     except ValueError:
-        raise ImageError("image_not_found", f"{name} is no valid URL") from None
+        raise RowFailed("image_not_found", f"{name} is no valid URL") from None
 
 
 def _is_address(host: str) -> bool:
@@ -129,7 +129,7 @@ class _CheckedResolver(aiohttp.ThreadedResolver):
         resolved = await super().resolve(host, port, *arguments, **options)
         for each in resolved:
             if not self._hosts.has_address(each["host"], port):
-                raise ImageError("image_forbidden", f"the host '{clip(host)}' of an image has the address "
+                raise RowFailed("image_forbidden", f"the host '{clip(host)}' of an image has the address "
                                  f"{each['host']}, which is not public; to allow it, name the address too in "
                                  "input.images.hosts")  # fmt: skip
         return resolved
@@ -150,11 +150,14 @@ class Downloads:
         self._num_kept_bytes = 0
 
     def fetch(self, url: str) -> bytes:
-        """The bytes of an image. What is in the cache is not fetched. Raises ImageError."""
+        """The bytes of an image. What is in the cache is not fetched. Raises RowFailed."""
         check_url(url, self._hosts)  # before the cache: an earlier run may have allowed more hosts
-        return cached(
-            self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
-        )
+        try:
+            return cached(
+                self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+            )
+        except RowFailed as failed:  # rows that wait for the same download get the same exception
+            raise RowFailed(failed.error.error_type, failed.error.error_message) from None
 
     async def _fetch_once(self, url: str) -> bytes:
         if url in self._kept:
@@ -183,7 +186,7 @@ class Downloads:
             async with asyncio.timeout(timeout_s):
                 return await self._with_retries(URL(url), name)
         except TimeoutError:
-            raise ImageError("image_timeout", f"{name} was not fetched in {timeout_s:g} s (input.images.timeout_s)"
+            raise RowFailed("image_timeout", f"{name} was not fetched in {timeout_s:g} s (input.images.timeout_s)"
                              ) from None  # fmt: skip
 
     async def _with_retries(self, url: URL, name: str) -> bytes:
@@ -198,12 +201,12 @@ class Downloads:
                 if pause_s is None:
                     pause_s = _FIRST_PAUSE_S * 2 ** (num_tries - 1) * random.uniform(0.5, 1)
                 if num_tries > self._settings.retries or time.monotonic() + pause_s > end:
-                    raise ImageError("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
+                    raise RowFailed("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
                                      f"{failure}") from failure  # fmt: skip
             await asyncio.sleep(pause_s)
 
     async def _follow(self, url: URL, name: str) -> bytes:
-        """The bytes of an image, after redirects. Raises ImageError, and _Failure if a retry may help."""
+        """The bytes of an image, after redirects. Raises RowFailed, and _Failure if a retry may help."""
         session = self._session or self._new_session()
         for _ in range(_MAX_REDIRECTS + 1):
             self._hosts.check(url, name)
@@ -214,14 +217,14 @@ class Downloads:
                         return await self._body(response, name)
                     url = url.join(URL(response.headers.get("Location", "")))
             except aiohttp.ClientSSLError as error:
-                raise ImageError("image_unavailable", f"{name} was not fetched: {_reason(error)}") from error
+                raise RowFailed("image_unavailable", f"{name} was not fetched: {_reason(error)}") from error
             except TimeoutError:
                 raise
             except (aiohttp.ClientError, OSError) as error:
                 raise _Failure(_reason(error)) from error
             except ValueError:
-                raise ImageError("image_unavailable", f"{name} leads to an invalid URL") from None
-        raise ImageError("image_unavailable", f"{name} has more than {_MAX_REDIRECTS} redirects")
+                raise RowFailed("image_unavailable", f"{name} leads to an invalid URL") from None
+        raise RowFailed("image_unavailable", f"{name} has more than {_MAX_REDIRECTS} redirects")
 
     def _new_session(self) -> ClientSession:
         self._session = ClientSession(
@@ -245,7 +248,7 @@ class Downloads:
     def _check_size(self, num_bytes: int, name: str) -> None:
         most = self._settings.max_bytes
         if num_bytes > most:
-            raise ImageError("image_too_large", f"{name} has at least {num_bytes:,} bytes, and input.images.max_bytes "
+            raise RowFailed("image_too_large", f"{name} has at least {num_bytes:,} bytes, and input.images.max_bytes "
                              f"allows {most:,}")  # fmt: skip
 
 
@@ -261,11 +264,11 @@ def _close(session: ClientSession, loop: asyncio.AbstractEventLoop) -> None:
 def _check_status(response: ClientResponse, name: str) -> None:
     status = response.status
     if status in _ABSENT:
-        raise ImageError("image_not_found", f"{name} does not exist: the server answered with status {status}")
+        raise RowFailed("image_not_found", f"{name} does not exist: the server answered with status {status}")
     if status >= 500 or status in _MAY_PASS:
         raise _Failure(f"the server answered with status {status}", _wait_s(response.headers.get("Retry-After")))
     if status != 200:
-        raise ImageError("image_unavailable", f"{name} was not fetched: the server answered with status {status}")
+        raise RowFailed("image_unavailable", f"{name} was not fetched: the server answered with status {status}")
 
 
 def _wait_s(retry_after: str | None) -> float | None:

@@ -6,9 +6,9 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from batchinf.base.errors import ImageError, RowError, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import counted, name_type, shorten
 from batchinf.prompts.chat import ChatTemplate, Message
 from batchinf.prompts.encoder import Encoder
@@ -22,10 +22,14 @@ _TOO_FEW = (
     "user with its images first"
 )
 ImageSource = str | bytes | Mapping[str, Any]
+_Read = TypeVar("_Read")
 
 
-def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
-    """The images in the value of a column: one, a list of them, JSON text of a list, or none: null or an empty text."""
+def sources_of(value: object, column: str) -> list[ImageSource]:
+    """The images in the value of a column: one, a list of them, JSON text of a list, or none: null or an empty text.
+
+    Raises RowFailed for another value.
+    """
     if value is None or value == "":
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -38,14 +42,21 @@ def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
         if not isinstance(item, str | bytes | Mapping):
             got = f"got {name_type(item)} for an image in column '{column}'"
             allowed = "a path, a URL, the bytes of a file, a mapping with bytes or path, or a list of these"
-            return RowError("wrong_type", f"{got}; expected {allowed}")
+            raise RowFailed("wrong_type", f"{got}; expected {allowed}")
         sources.append(item)
     return sources
 
 
 def empty_columns(values: Mapping[str, object], columns: Iterable[str]) -> list[str]:
     """Those of these columns in which a row has no image."""
-    return [column for column in columns if sources_of(values.get(column), column) == []]
+    return [column for column in columns if _is_empty(values.get(column), column)]
+
+
+def _is_empty(value: object, column: str) -> bool:
+    try:
+        return not sources_of(value, column)
+    except RowFailed:  # it has a value, though not an image
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +74,15 @@ class TextWithImages:
         return (self.text or "") if self.token_ids is None else self.token_ids
 
 
-def images_of(values: Mapping[str, object], columns: Iterable[str]) -> list[ImageSource] | RowError:
-    """The images that a row has in these columns, in their order."""
-    sources: list[ImageSource] = []
-    for column in columns:
-        of_column = sources_of(values.get(column), column)
-        if isinstance(of_column, RowError):
-            return of_column
-        sources += of_column
-    return sources
+def images_of(values: Mapping[str, object], columns: Iterable[str]) -> list[ImageSource]:
+    """The images that a row has in these columns, in their order. Raises RowFailed."""
+    return [source for column in columns for source in sources_of(values.get(column), column)]
 
 
 def place_images(
     messages: Sequence[Message], own: Sequence[ImageSource]
-) -> tuple[list[Message], tuple[ImageSource, ...]] | RowError:
-    """The conversation as chat templates take it, and its images in their order.
+) -> tuple[list[Message], tuple[ImageSource, ...]]:
+    """The conversation as chat templates take it, and its images in their order. Raises RowFailed.
 
     own: images of columns. They fill the parts of images without a source. If there is no such part, they come first in
     the first message of the user.
@@ -89,10 +94,10 @@ def place_images(
     if own and not num_open:
         messages = _before_first_text(messages, own)
         if not messages:
-            return RowError(WRONG_PLACES, "the conversation has no message of the user for the images of the row")
+            raise RowFailed(WRONG_PLACES, "the conversation has no message of the user for the images of the row")
     elif len(own) != num_open:
         have = f"{counted(num_open, 'part')} of type image without a source"
-        return RowError(WRONG_PLACES, f"got {counted(len(own), 'image')} for {have}; give one for each")
+        raise RowFailed(WRONG_PLACES, f"got {counted(len(own), 'image')} for {have}; give one for each")
     left = iter(own)
     sources = tuple(part["source"] if "source" in part else next(left) for part in _image_parts(messages))
     return [_with_bare_images(message) for message in messages], sources
@@ -168,9 +173,7 @@ class Placeholders:
             raise SpecError(f"input.images: the chat template shows an image as {shorten(repr(mark), 80)}, which is no "
                             "token of its own in the tokenizer; such models are not supported yet")  # fmt: skip
 
-    def as_text(
-        self, messages: Sequence[Message], render: Callable[[list[Message]], str | RowError]
-    ) -> list[int] | None:
+    def as_text(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> list[int] | None:
         """The ids of a conversation in which texts spell a placeholder: of tokens that make this text.
 
         None if no text does so, or if the tokenizer has no such ids. render: applies the chat template.
@@ -179,8 +182,9 @@ class Placeholders:
             return None
         if self._encoder is None:
             return None
-        rendered = render([_with_texts(message, self._hide) for message in messages])
-        if isinstance(rendered, RowError):
+        try:
+            rendered = render([_with_texts(message, self._hide) for message in messages])
+        except RowFailed:
             return None
         for token_id, spelled in self._spelled.items():
             rendered = rendered.replace(spelled, _renamed(token_id))
@@ -225,8 +229,8 @@ class Placeholders:
         token_id: int = next(iter(self._in_mark))
         return token_id
 
-    def objection(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
-        """Why these ids do not have exactly one place for each image."""
+    def check(self, token_ids: Sequence[int], num_images: int) -> None:
+        """Raise RowFailed if these ids do not have exactly one place for each image."""
         for token_id, number in self._in_mark.items():
             got = token_ids.count(token_id)
             if got == number * num_images:
@@ -234,27 +238,21 @@ class Placeholders:
             token = self._tokenizer.convert_ids_to_tokens(token_id)
             has = f"the prompt has {counted(got, 'token')} '{token}' for {counted(num_images, 'image')}"
             hint = _NO_IMAGE if not num_images else _TOO_MANY if got > number * num_images else _TOO_FEW
-            return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
-        return None
+            raise RowFailed(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
 
 
 def render_conversation(
     messages: Sequence[Message],
     own: Sequence[ImageSource],
-    render: Callable[[list[Message]], str | RowError],
+    render: Callable[[list[Message]], str],
     placeholders: Placeholders | None,
-) -> TextWithImages | RowError:
-    """The text of a conversation with its images, or the row's error.
+) -> TextWithImages:
+    """The text of a conversation with its images. Raises RowFailed.
 
     own: see `place_images`. render: see `Placeholders.as_text`.
     """
-    placed = place_images(messages, own)
-    if isinstance(placed, RowError):
-        return placed
-    with_places, sources = placed
+    with_places, sources = place_images(messages, own)
     text = render(with_places)
-    if isinstance(text, RowError):
-        return text
     ids = placeholders.as_text(with_places, render) if sources and placeholders is not None else None
     return TextWithImages(text, sources, ids)
 
@@ -262,17 +260,19 @@ def render_conversation(
 # -- prompts whose images are looked at --------------------------------------------------------------------------------
 
 
-def too_many(sources: Sequence[ImageSource], max_per_row: int) -> RowError | None:
-    """The error of a row with more images than the spec allows."""
-    if len(sources) <= max_per_row:
-        return None
-    allowed = f"input.images.max_per_row allows {max_per_row:,}"
-    return RowError("too_many_images", f"the row has {len(sources):,} images; {allowed}")
-
-
-def image_error(error: ImageError, number: int) -> RowError:
-    """The error of a row whose image with this number, from 1, cannot be used."""
-    return RowError(error.error_type, f"image {number}: {error.message}")
+def read_images(sources: Sequence[ImageSource], max_per_row: int, read: Callable[[ImageSource], _Read]) -> list[_Read]:
+    """What `read` makes of each image of a row. Raises RowFailed if there are too many, or with the image's number."""
+    if len(sources) > max_per_row:
+        allowed = f"input.images.max_per_row allows {max_per_row:,}"
+        raise RowFailed("too_many_images", f"the row has {len(sources):,} images; {allowed}")
+    made = []
+    for number, source in enumerate(sources, start=1):
+        try:
+            made.append(read(source))
+        except RowFailed as failed:
+            error = failed.error
+            raise RowFailed(error.error_type, f"image {number}: {error.error_message}") from failed
+    return made
 
 
 def shared_ids(prompt: Prompt) -> list[int]:

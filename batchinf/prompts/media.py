@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from batchinf.base.bucket import Bucket, ObjectTooLargeError, StoreError
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_bucket_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
@@ -104,7 +104,7 @@ class ImageLoader:
         self._objects = _Objects(settings, in_buckets, self._cache)
 
     def load(self, source: object) -> LoadedImage:
-        """Read and decode an image. Raises ImageError.
+        """Read and decode an image. Raises RowFailed.
 
         source: the encoded bytes; text with a path or with a URL: `data:`, `file:`, `http:`, `https:`, `s3:`, `gs:` or
         `az:`; or a mapping with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
@@ -114,7 +114,7 @@ class ImageLoader:
     def size_of(self, source: object) -> tuple[int, int] | None:
         """The width and height of an image, upright, by its header; None if a server or a store has it.
 
-        Raises ImageError, also of a URL that the spec does not allow. A file that is cut short has a good header.
+        Raises RowFailed, also of a URL that the spec does not allow. A file that is cut short has a good header.
         source: see `load`.
         """
         if self.fetches(source):
@@ -132,7 +132,7 @@ class ImageLoader:
             return _upright_size(self._parsed(file, name))
 
     def digest(self, source: object) -> str:
-        """`LoadedImage.digest` of an image, without decoding it. Raises ImageError. source: see `load`."""
+        """`LoadedImage.digest` of an image, without decoding it. Raises RowFailed. source: see `load`."""
         data, _ = self._encoded(source)
         return _digest(data)
 
@@ -143,7 +143,7 @@ class ImageLoader:
             return bytes(source), _UNNAMED
         if not isinstance(source, str):
             got = name_type(source)
-            raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
+            raise RowFailed("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
         match _scheme_of(source):
             case "data":
                 return self._bytes_of_data_url(source), _UNNAMED
@@ -155,10 +155,10 @@ class ImageLoader:
                 return self._objects.read(source)
             case str():
                 shown = clip(shown_url(source), 200)
-                raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
+                raise RowFailed("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
                                  "https:, s3:, gs: or az:; copy it to a folder, and give its path")  # fmt: skip
         if is_in_base64(source):
-            raise ImageError("image_broken", f"'{clip(source, 20)}' looks like the base64 of a picture, and no path; "
+            raise RowFailed("image_broken", f"'{clip(source, 20)}' looks like the base64 of a picture, and no path; "
                              "write `data:image/png;base64,` before it (for any kind of picture)")  # fmt: skip
         if self._bucket_folder is not None and not os.path.isabs(source):
             return self._objects.read(f"{self._bucket_folder}/{source}")
@@ -174,7 +174,7 @@ class ImageLoader:
         return self._bucket_folder is not None and not os.path.isabs(source)
 
     def _check_allowed(self, source: object) -> None:
-        """Raise ImageError if the spec does not allow the URL of an image, without asking for it."""
+        """Raise RowFailed if the spec does not allow the URL of an image, without asking for it."""
         url = str(_inner(source))
         if _scheme_of(url) in _WEB:
             from batchinf.prompts.downloads import AllowedHosts, check_url
@@ -194,7 +194,7 @@ class ImageLoader:
     def _bytes_of_data_url(self, url: str) -> bytes:
         header, comma, text = url.partition(",")
         if not comma or not header.lower().endswith(";base64"):
-            raise ImageError(
+            raise RowFailed(
                 "image_broken", f"'{clip(header)}' is no data: URL of an image; must be data:image/png;base64,…"
             )
         if len(text) * 3 // 4 - 2 > self._settings.max_bytes:  # two bytes may be padding
@@ -202,7 +202,7 @@ class ImageLoader:
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
+            raise RowFailed("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
 
     def _read(self, path: str) -> tuple[bytes, str]:
         file, name = self._file(path)
@@ -215,12 +215,12 @@ class ImageLoader:
     def _file(self, path: str) -> tuple[IO[bytes], str]:
         """The open file, and its name in messages."""
         if not path:
-            raise ImageError("image_not_found", "the path of the image is empty")
+            raise RowFailed("image_not_found", "the path of the image is empty")
         name = f"'{clip(path, 200)}'"
         try:
             file = open(self._resolved(path, name), "rb", opener=_open_at_once)  # noqa: SIM115
         except ValueError:  # of names with a null character or a lone surrogate
-            raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
+            raise RowFailed("image_not_found", f"{name} is no path that a file can have") from None
         except OSError as error:
             _refuse_file(error, name)
         try:
@@ -233,36 +233,36 @@ class ImageLoader:
     def _resolved(self, path: str, name: str) -> pathlib.Path:
         """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
         if self._base_folder is None and not os.path.isabs(path):
-            raise ImageError("image_forbidden", f"{name} is relative, but the input has no folder on this host; give "
+            raise RowFailed("image_forbidden", f"{name} is relative, but the input has no folder on this host; give "
                              "absolute paths, and name their folder in input.images.folders")  # fmt: skip
         real = pathlib.Path(os.path.realpath(os.path.join(self._base_folder or "/", path)))
         if not any(real.is_relative_to(folder) for folder in self._folders):
-            raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder in "
+            raise RowFailed("image_forbidden", f"{name} is outside of the input's folder; name its folder in "
                              "input.images.folders to allow it")  # fmt: skip
         return real
 
     def _check_file(self, status: os.stat_result, name: str) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise ImageError("image_not_found", f"{name} is no file, but a pipe or a device")
+            raise RowFailed("image_not_found", f"{name} is no file, but a pipe or a device")
         if status.st_size > self._settings.max_bytes:
             self._refuse_size(name, status.st_size)
 
     def _refuse_size(self, name: str, num_bytes: int) -> NoReturn:
         most = self._settings.max_bytes
-        raise ImageError(
+        raise RowFailed(
             "image_too_large", f"{name} has {num_bytes:,} bytes, and input.images.max_bytes allows {most:,}"
         )
 
     def _decoded(self, data: bytes, name: str) -> LoadedImage:
-        """Raises ImageError. name: of the image, in messages."""
+        """Raises RowFailed. name: of the image, in messages."""
         if len(data) > self._settings.max_bytes:
             self._refuse_size(name, len(data))
         if data.startswith(LFS_POINTER):
-            raise ImageError("image_broken", f"{name} is a pointer of Git LFS, and no image; `git lfs pull` fetches it")
+            raise RowFailed("image_broken", f"{name} is a pointer of Git LFS, and no image; `git lfs pull` fetches it")
         with self._refusing(name):
             encoded = self._parsed(io.BytesIO(data), name)
             if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:
-                raise ImageError("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
+                raise RowFailed("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
             image = _as_rgb(encoded)
         return LoadedImage(image, _digest(data), encoded.format or "", width=image.width, height=image.height,
                            num_bytes=len(data))  # fmt: skip
@@ -278,23 +278,23 @@ class ImageLoader:
 
     @contextlib.contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Raise ImageError for what Pillow raises in the block."""
+        """Raise RowFailed for what Pillow raises in the block."""
         from PIL import Image, UnidentifiedImageError
 
         try:
             yield
-        except (MemoryError, ImageError):
+        except (MemoryError, RowFailed):
             raise
         except UnidentifiedImageError:
             allowed = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-            raise ImageError("image_broken", f"{name} is no image in the format {allowed}") from None
+            raise RowFailed("image_broken", f"{name} is no image in the format {allowed}") from None
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             self._refuse_pixels(f"{name} has too many pixels")
         except Exception as error:  # Pillow's decoders raise errors of many types
-            raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
+            raise RowFailed("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
 
     def _refuse_pixels(self, got: str) -> NoReturn:
-        raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}"
+        raise RowFailed("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}"
                          f"; raise it, up to {MOST_PIXELS:,}, or make the image smaller")  # fmt: skip
 
 
@@ -321,13 +321,13 @@ class _Objects:
         self._buckets: dict[str, Bucket] = {}
 
     def read(self, url: str) -> tuple[bytes, str]:
-        """The bytes of an object, and its name in messages. What is in the cache is not read. Raises ImageError."""
+        """The bytes of an object, and its name in messages. What is in the cache is not read. Raises RowFailed."""
         root, path, name = self.place_of(url)
         url = normal_bucket_url(url)
         return cached(self._cache, url, lambda: self._with_retries(root, path, name)), name
 
     def place_of(self, url: str) -> tuple[str, str, str]:
-        """The bucket of an object, its name there, and its name in messages. Raises ImageError if it is not allowed."""
+        """The bucket of an object, its name there, and its name in messages. Raises RowFailed if it is not allowed."""
         url = normal_bucket_url(url)
         # A name may have `#` and `?`, but what follows `?` may be a key.
         shown = clip(re.sub("//[^/@]*@", "//…@", re.sub(r"\?.*", "?…", url)), 200)
@@ -335,7 +335,7 @@ class _Objects:
         place = split_bucket_url(url)
         if place is None or not url.startswith(tuple(self._folders)):
             folder = "" if place is None else f", {shown.partition('?')[0].rpartition('/')[0]},"
-            raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
+            raise RowFailed("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
                              "input.images.folders to allow it")  # fmt: skip
         return *place, name
 
@@ -350,19 +350,19 @@ class _Objects:
             try:
                 return bucket.read_once(path, most_bytes=settings.max_bytes, timeout_s=left_s)
             except FileNotFoundError as error:
-                raise ImageError("image_not_found", f"{name} {error}") from None
+                raise RowFailed("image_not_found", f"{name} {error}") from None
             except PermissionError as error:
-                raise ImageError("image_forbidden", f"{name} cannot be read: {error}") from None
+                raise RowFailed("image_forbidden", f"{name} cannot be read: {error}") from None
             except ObjectTooLargeError as error:
-                raise ImageError("image_too_large", f"{name} has {error}, and input.images.max_bytes allows "
+                raise RowFailed("image_too_large", f"{name} has {error}, and input.images.max_bytes allows "
                                  f"{settings.max_bytes:,}") from None  # fmt: skip
             except TimeoutError:
-                raise ImageError("image_timeout", f"{name} was not fetched in {settings.timeout_s:g} s "
+                raise RowFailed("image_timeout", f"{name} was not fetched in {settings.timeout_s:g} s "
                                  "(input.images.timeout_s)") from None  # fmt: skip
             except StoreError as error:
                 pause_s = _FIRST_PAUSE_S * 2 ** (num_tries - 1) * random.uniform(0.5, 1)
                 if num_tries > settings.retries or time.monotonic() + pause_s > end:
-                    raise ImageError("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
+                    raise RowFailed("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
                                      f"{error}") from None  # fmt: skip
             time.sleep(pause_s)
 
@@ -372,7 +372,7 @@ class _Objects:
                 try:
                     self._buckets[root] = Bucket(root)
                 except StoreError as error:  # the package is missing
-                    raise ImageError("image_unavailable", f"{name} cannot be read: {error}") from None
+                    raise RowFailed("image_unavailable", f"{name} cannot be read: {error}") from None
             return self._buckets[root]
 
 
@@ -408,7 +408,7 @@ def _path_of_url(url: str) -> str:
     if rest.startswith("//"):
         host, _, path = rest[2:].partition("/")
         if host.lower() not in ("", "localhost"):
-            raise ImageError("image_forbidden", f"'{clip(url, 200)}' is on another host; write file:///folder/name")
+            raise RowFailed("image_forbidden", f"'{clip(url, 200)}' is on another host; write file:///folder/name")
         rest = f"/{path}"
     return os.fsdecode(unquote_to_bytes(rest))
 
@@ -420,15 +420,15 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def _refuse_file(error: OSError, name: str) -> NoReturn:
     if isinstance(error, IsADirectoryError):
-        raise ImageError("image_not_found", f"{name} is a folder, not a file") from None
+        raise RowFailed("image_not_found", f"{name} is a folder, not a file") from None
     if error.errno == errno.ENAMETOOLONG:
-        raise ImageError("image_not_found", f"{name} is too long for a path; base64 is given as "
+        raise RowFailed("image_not_found", f"{name} is too long for a path; base64 is given as "
                          "data:image/png;base64,…") from None  # fmt: skip
     if error.errno in _NO_FILE:
-        raise ImageError("image_not_found", f"{name} does not exist") from None
+        raise RowFailed("image_not_found", f"{name} does not exist") from None
     if isinstance(error, PermissionError):
-        raise ImageError("image_forbidden", f"{name} cannot be read: no permission") from None
-    raise ImageError("image_unavailable", f"{name} cannot be read: {error.strerror}") from error
+        raise RowFailed("image_forbidden", f"{name} cannot be read: no permission") from None
+    raise RowFailed("image_unavailable", f"{name} cannot be read: {error.strerror}") from error
 
 
 def _as_rgb(image: "Image.Image") -> "Image.Image":

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import TextCutter
@@ -145,47 +145,38 @@ class Renderer:
         """The columns whose text templates print, without repeats; see `RowTemplate`."""
         return tuple(dict.fromkeys(column for template in self._templates.values() for column in template.printed))
 
-    def render(self, row: Row) -> str | RowError:
-        """The prompt's text, which is valid Unicode and not empty, or the row's error."""
-        rendered = self.render_images(row, None)
-        return rendered if isinstance(rendered, RowError) else rendered.text or ""
+    def render(self, row: Row) -> str:
+        """The prompt's text, which is valid Unicode and not empty. Raises RowFailed."""
+        return self.render_images(row, None).text or ""
 
-    def _chat_text(self, messages: Sequence[Message], values: Mapping[str, object]) -> str | RowError:
-        """The text of a conversation by the chat template, with the row's tools."""
+    def _chat_text(self, messages: Sequence[Message], values: Mapping[str, object]) -> str:
+        """The text of a conversation, with the row's tools. Without any, the job's options stay."""
         assert self._chat is not None, "a conversation needs the tokenizer's chat template"
-        options = self._tools(values)
-        text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
-        return text if isinstance(text, RowError) else check_text(text)
+        tools = self._own_tools(values)
+        return check_text(self._chat.render(messages, **({} if tools is None else {"tools": tools})))
 
-    def render_images(self, row: Row, placeholders: Placeholders | None) -> TextWithImages | RowError:
-        """The prompt's text or its ids, which are not yet checked, with the images of the row; or the row's error.
+    def render_images(self, row: Row, placeholders: Placeholders | None) -> TextWithImages:
+        """The prompt's text or its ids, which are not yet checked, with the images of the row. Raises RowFailed.
 
         placeholders: see `Renderer.placeholders`.
         """
         if row.error is not None:
-            return RowError("unreadable", row.error)
+            raise RowFailed("unreadable", row.error)
         if self.needs_images and len(empty_columns(row.values, self.image_columns)) == len(self.image_columns):
-            return RowError("image_missing", f"the row has no image in {list_names(self.image_columns)}; "
+            raise RowFailed("image_missing", f"the row has no image in {list_names(self.image_columns)}; "
                             "input.images.on_missing: run lets such rows run")  # fmt: skip
         columns = self._input.images_column
         own = images_of(row.values, columns) if columns else []
-        if isinstance(own, RowError):
-            return own
         if not self._is_chat:
             return self._plain(row.values, tuple(own))
         messages = self._conversation(row.values)
-        if isinstance(messages, RowError):
-            return messages
         return render_conversation(messages, own, lambda them: self._chat_text(them, row.values), placeholders)
 
-    def _plain(self, values: Mapping[str, object], images: tuple[ImageSource, ...]) -> TextWithImages | RowError:
+    def _plain(self, values: Mapping[str, object], images: tuple[ImageSource, ...]) -> TextWithImages:
         """A prompt without the chat template."""
         if (column := self._input.token_ids_column) is not None:
-            ids = take_list(values, column, "token ids", kind=int)
-            return ids if isinstance(ids, RowError) else TextWithImages(None, images, ids)
-        text = self._text(values)
-        checked = text if isinstance(text, RowError) else check_text(text)
-        return checked if isinstance(checked, RowError) else TextWithImages(checked, images)
+            return TextWithImages(None, images, take_list(values, column, "token ids", kind=int))
+        return TextWithImages(check_text(self._text(values)), images)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
@@ -202,87 +193,71 @@ class Renderer:
             return Placeholders(ChatTemplate(self._input, tokenizer, None), tokenizer)
         return None
 
-    def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
-        """The row's tools as an option of the chat template; without any, the job's options stay."""
-        tools = self._own_tools(values)
-        return tools if isinstance(tools, RowError) else {} if tools is None else {"tools": tools}
-
-    def _own_tools(self, values: Mapping[str, object]) -> list[dict[str, Any]] | RowError | None:
+    def _own_tools(self, values: Mapping[str, object]) -> list[dict[str, Any]] | None:
         """The tools in the row's column, or else those of the spec."""
         column = self._input.tools_column
         tools = None if column is None else read_tools(values.get(column), f"column '{column}'")
         return list(self._input.tools) if tools is None and self._input.tools is not None else tools
 
-    def tools(self, row: Row) -> Tools | RowError | None:
-        """The tools that the model may call in its answer to a row; None without any. For a job that parses calls."""
+    def tools(self, row: Row) -> Tools | None:
+        """The tools that the model may call in its answer to a row; None without any. For a job that parses calls.
+
+        Raises RowFailed.
+        """
         tools = self._own_tools(row.values) if self._is_chat else None
-        if tools is None or isinstance(tools, RowError):
-            return tools
+        if tools is None:
+            return None
         where = self._input
         try:
             return tools_of_row(tools, where.tool_choice, are_parallel=where.parallel_tool_calls)
         except ToolsError as error:
-            return RowError("invalid_tools", str(error))
+            raise RowFailed("invalid_tools", str(error)) from error
 
-    def _conversation(self, values: Mapping[str, object]) -> list[Message] | RowError:
-        """The row's conversation, before the chat template, or the row's error."""
+    def _conversation(self, values: Mapping[str, object]) -> list[Message]:
+        """The row's conversation, before the chat template."""
         messages = self._messages(values)
         system = self._input.system_prompt
-        if isinstance(messages, RowError) or system is None:
+        if system is None:
             return messages
         if messages[0]["role"] == "system":
             message = "the conversation begins with a system message of its own, beside input.system_prompt"
-            return RowError("invalid_messages", message)
+            raise RowFailed("invalid_messages", message)
         return [{"role": "system", "content": system}, *messages]
 
-    def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
+    def _messages(self, values: Mapping[str, object]) -> list[Message]:
         if (column := self._input.messages_column) is not None:
-            value = take(values, column)
-            if isinstance(value, RowError):
-                return value
-            return read_messages(value, f"column '{column}'", takes_images=self._input.has_images)
+            return read_messages(take(values, column), f"column '{column}'", takes_images=self._input.has_images)
         if self._input.messages is not None:
             return self._filled(self._input.messages, values)
-        text = self._text(values)
-        if text == "":
-            text = check_text(text)
-        return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
+        # The chat template's text is checked for invalid Unicode.
+        return [{"role": "user", "content": self._text(values) or check_text("")}]
 
-    def _filled(self, specs: Sequence[MessageSpec], values: Mapping[str, object]) -> list[Message] | RowError:
+    def _filled(self, specs: Sequence[MessageSpec], values: Mapping[str, object]) -> list[Message]:
         """The messages of the spec with the values of a row in their templates."""
-        messages: list[Message] = []
-        for number, message in enumerate(specs):
-            content = self._content(f"input.messages[{number}].content", message, values)
-            if isinstance(content, RowError):
-                return content
-            messages.append({"role": message.role, "content": content})
-        return messages
+        return [
+            {"role": message.role, "content": self._content(f"input.messages[{number}].content", message, values)}
+            for number, message in enumerate(specs)
+        ]
 
-    def _content(self, field: str, message: MessageSpec, values: Mapping[str, object]) -> Any | RowError:
+    def _content(self, field: str, message: MessageSpec, values: Mapping[str, object]) -> Any:
         """The text of a message; or its parts, the images with their sources."""
         if not message.parts:
             return self._templates[field].fill(values)
         parts: list[dict[str, Any]] = []
         for place, part in enumerate(message.parts):
             if part.column is not None:
-                sources = images_of(values, [part.column])
-                if isinstance(sources, RowError):
-                    return sources
-                parts += [{"type": "image", "source": source} for source in sources]
+                parts += [{"type": "image", "source": source} for source in images_of(values, [part.column])]
                 continue
-            text = self._templates[f"{field}[{place}].text"].fill(values)
-            if isinstance(text, RowError):
-                return text
-            parts.append({"type": "text", "text": text})
+            parts.append({"type": "text", "text": self._templates[f"{field}[{place}].text"].fill(values)})
         return parts
 
-    def _text(self, values: Mapping[str, object]) -> str | RowError:
+    def _text(self, values: Mapping[str, object]) -> str:
         if (template := self._templates.get("input.prompt_template")) is not None:
             return template.fill(values)
         value = take(values, self._column)
-        if isinstance(value, RowError | str):
+        if isinstance(value, str):
             return value
-        return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
+        raise RowFailed("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
 
 
 def _texts(where: InputSpec) -> Iterator[tuple[str, str]]:
@@ -299,23 +274,23 @@ def _texts(where: InputSpec) -> Iterator[tuple[str, str]]:
 
 
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
-    """The value of a column, never None; or a RowError. null: the error type for a null."""
+    """The value of a column, never None. Raises RowFailed. null: the error type for a null."""
     if column not in values:
-        return RowError("missing_column", f"row has no column '{column}'")  # only the needed columns were read
+        raise RowFailed("missing_column", f"row has no column '{column}'")  # only the needed columns were read
     value = values[column]
-    return RowError(null, f"column '{column}' is null") if value is None else value
+    if value is None:
+        raise RowFailed(null, f"column '{column}' is null")
+    return value
 
 
 def take_list(
     values: Mapping[str, object], column: str, items: str, *, kind: type | None = None, null: str = "null_prompt"
-) -> list[Any] | RowError:
-    """The list in a column, which may be JSON text, or the row's error.
+) -> list[Any]:
+    """The list in a column, which may be JSON text. Raises RowFailed.
 
     items: in words, for the message. kind: the type of all items; None: any. null: see `take`.
     """
     value = take(values, column, null)
-    if isinstance(value, RowError):
-        return value
     got = name_type(value)
     if isinstance(value, str):
         try:
@@ -328,21 +303,21 @@ def take_list(
         if wrong is None:
             return value
         got = f"a list with {name_type(value[wrong])} at place {wrong}"
-    return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of {items}")
+    raise RowFailed("wrong_type", f"got {got} in column '{column}'; expected a list of {items}")
 
 
-def check_text(text: str) -> str | RowError:
-    """The text of a prompt, if it is not empty and valid Unicode; else the error of its row."""
+def check_text(text: str) -> str:
+    """The text of a prompt. Raises RowFailed if it is empty or no valid Unicode."""
     if not text:
-        return RowError("empty_prompt", "the prompt is an empty string")
-    return unicode_error(text, "the prompt") or text
+        raise RowFailed("empty_prompt", "the prompt is an empty string")
+    check_unicode(text, "the prompt")
+    return text
 
 
-def unicode_error(text: str, name: str) -> RowError | None:
-    """The error of a text with a lone surrogate, which no tokenizer takes. name: of the text, for the message."""
+def check_unicode(text: str, name: str) -> None:
+    """Raise RowFailed for a text with a lone surrogate, which no tokenizer takes. name: of the text, in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         place = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
-        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {place}")
-    return None
+        raise RowFailed("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {place}") from None

@@ -19,7 +19,7 @@ import jinja2.visitor
 from jinja2 import nodes
 from jinja2.utils import missing
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import describe_error, list_names
 from batchinf.source.types import WrittenNumber
 from batchinf.spec.job import FIRST_RULES
@@ -271,8 +271,8 @@ class RowTemplate:
         self.columns = tuple(sorted({names.get(name, name) for name in variables}))
         self.printed = tuple(sorted({names.get(name, name) for name in printed}))
 
-    def fill(self, values: Mapping[str, object]) -> str | RowError:
-        """The text for a row's values, or the error."""
+    def fill(self, values: Mapping[str, object]) -> str:
+        """The text for a row's values. Raises RowFailed."""
         aliased = {alias: values[column] for column, alias in self._aliases.items() if column in values}
         if self._functions & values.keys():  # a column has the name of a function that the template calls
             values = {name: value for name, value in values.items() if name not in self._functions}
@@ -281,19 +281,21 @@ class RowTemplate:
         except NullPrinted:
             nulls = [name for name in self.columns if values.get(name, "") is None]
             if not nulls and (odd := [name for name in self.columns if _is_nan(values.get(name))]):
-                return RowError(
+                raise RowFailed(
                     "null_prompt", f"{self._name} prints a NaN (NaN here: {list_names(odd)}); {_WITHOUT_NAN}"
-                )
+                ) from None
             where = f" (null here: {list_names(nulls)})" if nulls else ""
-            return RowError("null_prompt", f"{self._name} prints a null{where}; {{{{ x or '' }}}} would print nothing")
+            raise RowFailed(
+                "null_prompt", f"{self._name} prints a null{where}; {{{{ x or '' }}}} would print nothing"
+            ) from None
         except TooMuchText:
-            return RowError("template_error", f"{self._name} makes more than {MAX_TEXT_CHARS:,} characters")
+            raise RowFailed("template_error", f"{self._name} makes more than {MAX_TEXT_CHARS:,} characters") from None
         except Exception as error:
             # A template may call any method of a row's values, so it may raise any exception.
             words = describe_error(error)
             for column, alias in self._aliases.items():
                 words = words.replace(f"'{alias}'", f"'{column}'")
-            return RowError("template_error", f"{self._name} failed{line_of(error)}: {words}")
+            raise RowFailed("template_error", f"{self._name} failed{line_of(error)}: {words}") from error
 
     def _text(self, values: Mapping[str, object]) -> str:
         pieces = []

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
+from batchinf.base.errors import DriftError, RowError, RowFailed
 from batchinf.base.parquet import open_part
 from batchinf.base.places import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.output.open_lease import KnownImages, OpenLease
-from batchinf.prompts.images import image_error, shared_ids, too_many, with_rendered
-from batchinf.prompts.media import ImageLoader, LoadedImage
+from batchinf.prompts.images import read_images, shared_ids, with_rendered
+from batchinf.prompts.media import ImageLoader
 from batchinf.records import Prompt, RenderedPrompt
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
@@ -83,9 +83,10 @@ class ImagePrompts:
         return self._make(prompt, render, known)
 
     def _make(self, prompt: Prompt, render: Render, known: Mapping[int, KnownImages]) -> _Made:
-        loaded = self._load(prompt)
-        if isinstance(loaded, RowError):
-            return _failed(prompt, loaded), None
+        try:
+            loaded = read_images(prompt.image_sources, self._max_per_row, self._loader.load)
+        except RowFailed as failed:
+            return _failed(prompt, failed.error), None
         digests = tuple(image.digest for image in loaded)
         _refuse_changes(prompt, digests, known.get(prompt.row_index))
         shapes = tuple((image.format, image.width, image.height) for image in loaded)
@@ -95,21 +96,9 @@ class ImagePrompts:
         shared = shared_ids(prompt)
         try:
             rendered = render(shared, [image.image for image in loaded])
-        except RequestRefused as refusal:
-            return _failed(prompt, refusal.error), None
+        except RowFailed as failed:
+            return _failed(prompt, failed.error), None
         return with_rendered(prompt, len(shared), rendered), rendered
-
-    def _load(self, prompt: Prompt) -> list[LoadedImage] | RowError:
-        sources = prompt.image_sources
-        if (refusal := too_many(sources, self._max_per_row)) is not None:
-            return refusal
-        loaded = []
-        for number, source in enumerate(sources, start=1):
-            try:
-                loaded.append(self._loader.load(source))
-            except ImageError as error:
-                return image_error(error, number)
-        return loaded
 
 
 def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: KnownImages | None) -> None:

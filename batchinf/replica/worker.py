@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from batchinf.base import faults
-from batchinf.base.errors import EngineDeadError, RequestRefused
+from batchinf.base.errors import EngineDeadError, RowFailed
 from batchinf.engines.protocol import Engine
 from batchinf.records import Completion, Request
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
@@ -159,7 +159,7 @@ class Worker:
         self._slots[request.key] = self.in_flight.enter(request.row_index)
         try:
             self.engine.add(request)
-        except RequestRefused as refusal:
+        except RowFailed as refusal:
             self.in_flight.leave(self._slots.pop(request.key))
             result = error_result(
                 pending.prompt,

@@ -16,7 +16,7 @@ from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
-from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RowError, RowFailed
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.answers import Answers, Detokenizer
@@ -349,7 +349,7 @@ def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -
         assert decode(completion.token_ids, skip_special_tokens=True) == "aaa"
     refused = SamplingSpec(temperature=0, structured_outputs={"regex": "("})
     for _ in range(2):
-        with pytest.raises(RequestRefused):
+        with pytest.raises(RowFailed):
             engine.add(Request(0, 0, [5, 6], refused, max_tokens=9))
 
 
@@ -553,7 +553,7 @@ def test_refused_requests_leave_the_engine_unharmed(
     engine: VllmEngine, prompt: list[int], sampling: SamplingSpec, error_type: str
 ) -> None:
     engine.add(Request(1, 0, [5, 6, 7], SamplingSpec(temperature=0), max_tokens=4))
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RowFailed) as caught:
         engine.add(Request(0, 0, prompt, sampling, max_tokens=MAX_TOKENS, seed=0))
     assert caught.value.error.error_type == error_type
     assert caught.value.error.error_message
@@ -570,7 +570,7 @@ def test_request_refused_halfway_in_leaves_the_engine_unharmed(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._engine.engine_core, "add_request", refuse)
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RowFailed) as caught:
             engine.add(Request(0, 0, [5], SamplingSpec(), max_tokens=4, seed=0))
     assert caught.value.error == RowError("refused", "the core will not have it")
     assert not engine._engine.has_unfinished_requests()
@@ -586,7 +586,7 @@ def test_warm_up_leaves_nothing_behind(engine: VllmEngine) -> None:
     engine.warm_up(Request(-1, 0, [1] * 8, sampling, max_tokens=4, seed=0))
     assert engine.num_unfinished() == 0
     assert engine.step() == []
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RowFailed):
         engine.warm_up(Request(-1, 0, [1] * 8, SamplingSpec(logprobs=51), max_tokens=12, seed=0))
 
 

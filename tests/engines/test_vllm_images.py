@@ -30,7 +30,7 @@ from pictures import (
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from batchinf.base.errors import RequestRefused
+from batchinf.base.errors import RowFailed
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, RenderedPrompt, Result
@@ -119,7 +119,7 @@ def stored(spec: JobSpec, prompts: Sequence[Prompt], engine: VllmEngine) -> list
                 request = replace(request, rendered=rendered.for_ids(request.prompt_token_ids))
             try:
                 engine.add(request)
-            except RequestRefused as refusal:
+            except RowFailed as refusal:
                 results.append(result_of(prompt, request.request_index, len(requests), error=refusal.error))
     while engine.num_unfinished():
         for completion in engine.step():
@@ -245,7 +245,7 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
     ids = tokenizer("a <image> b")["input_ids"]
     rendered = engine.render(ids, [picture])
     for wrong in (tokenizer("a <image> b <image>")["input_ids"], rendered.token_ids):
-        with pytest.raises(RequestRefused) as refusal:
+        with pytest.raises(RowFailed) as refusal:
             engine.render(wrong, [picture])
         assert refusal.value.error.error_type == "image_placeholder"
 

@@ -18,7 +18,7 @@ from held import held
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 import jobs
-from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
+from batchinf.base.errors import RowFailed, SpecError, VerificationFailed
 from batchinf.commands.verify import verify_job
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Request, Result
@@ -149,7 +149,7 @@ def test_layers_and_the_last_one_before_its_norm(
     spec = resolved(MODEL, "hidden_states", pooling={"positions": "all", "layers": layers})
     with engine_of(spec) as engine:
         found = rows(engine, spec, prompts)
-        with pytest.raises(RequestRefused, match=f"{MAX_MODEL_LEN + 1} tokens; at most {MAX_MODEL_LEN} fit"):
+        with pytest.raises(RowFailed, match=f"{MAX_MODEL_LEN + 1} tokens; at most {MAX_MODEL_LEN} fit"):
             engine.add(task_of(spec).expand(Prompt(0, [1] * (MAX_MODEL_LEN + 1), None, None), MAX_MODEL_LEN)[0])
     for number, row in enumerate(found):
         assert row["positions"] == list(range(len(prompts[number])))

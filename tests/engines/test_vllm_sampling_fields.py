@@ -11,7 +11,7 @@ import pytest
 from conftest import MODEL
 from pydantic import ValidationError
 
-from batchinf.base.errors import RequestRefused
+from batchinf.base.errors import RowFailed
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
@@ -180,7 +180,7 @@ def test_values_that_would_end_the_engine_cost_their_row(
     vllm_engine: "VllmEngine", field: str, value: Any, words: str
 ) -> None:
     sampling = SamplingSpec(**{"temperature": 0, field: value})
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RowFailed) as caught:
         vllm_engine.add(Request(0, 0, [5, 6, 7], sampling, max_tokens=4))
     assert caught.value.error.error_type == "invalid_sampling"
     assert words in caught.value.error.error_message

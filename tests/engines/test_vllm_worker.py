@@ -10,7 +10,7 @@ import pytest
 from conftest import MODEL
 from transformers import AutoTokenizer
 
-from batchinf.base.errors import RequestRefused
+from batchinf.base.errors import RowFailed
 from batchinf.records import Completion, Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -105,7 +105,7 @@ def test_raw_logprobs_are_refused_where_they_cannot_be_had(vllm_engine: VllmEngi
         request = Request(0, 0, [5, 6, 7], labelled(0.0), max_tokens=16)
         words = r"^vLLM \S+ as it is set here gives no raw .* set sampling\.logprobs_mode to processed_logprobs"
         for add in (engine.add, engine.warm_up):
-            with pytest.raises(RequestRefused, match=words):
+            with pytest.raises(RowFailed, match=words):
                 add(request)
         without = labelled(0.0).model_copy(update={"logprobs": None})
         assert len(complete(engine, [Request(0, 0, [5, 6, 7], without, max_tokens=16)])) == 1

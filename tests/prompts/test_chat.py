@@ -138,9 +138,8 @@ def test_ids_are_those_of_vllm(llm: Any, style: str | None) -> None:
 
 
 def text_of(input: dict[str, Any], **values: Any) -> str | RowError:
-    return Renderer(make_spec(input={"chat_template": TEMPLATES["chatml"], **input}), tokenizer()).render(
-        Row(0, values)
-    )
+    renderer = Renderer(make_spec(input={"chat_template": TEMPLATES["chatml"], **input}), tokenizer())
+    return jobs.or_error(renderer.render, Row(0, values))
 
 
 def chatml(*turns: tuple[str, str], end: str = "<|im_start|>assistant\n") -> str:
@@ -189,7 +188,7 @@ def test_arrow_fills_with_nulls_what_other_messages_have() -> None:
 
 def test_images_beside_the_content_are_refused() -> None:
     message = {"role": "user", "content": "hi", "images": ["a.png"]}
-    refused = read_messages([message], "column 'chat'", takes_images=True)
+    refused = jobs.or_error(read_messages, [message], "column 'chat'", takes_images=True)
     assert isinstance(refused, RowError)
     assert refused.error_message == (
         "column 'chat', message 0: got 'images' beside the content; give each image a part of its own in the content"

@@ -50,7 +50,7 @@ def line(number: object = 0, /, **body: Any) -> dict[str, Any]:
 
 
 def read(spec: JobSpec | None = None, /, **body: Any) -> BatchRequest | RowError:
-    return EmbeddingReader(spec or spec_of()).read(line(**body))
+    return jobs.or_error(EmbeddingReader(spec or spec_of()).read, line(**body))
 
 
 def built(spec: JobSpec | None = None, max_model_len: int = 64, /, **body: Any) -> Prompt:

@@ -10,7 +10,7 @@ from pictures import FORMS, VISION, data_url, png, prompts_of, spec_of, ten_rows
 from pydantic import ValidationError
 
 import jobs
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.job.open import prepare_job
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import load_tokenizer
@@ -245,9 +245,8 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
 def test_a_template_prints_no_bytes() -> None:
     template = RowTemplate("Is it {{ photo }}?", "input.prompt_template", None, RULES)
     for photo in (PICTURE, {"bytes": PICTURE, "path": "a.png"}):
-        refused = template.fill({"photo": photo})
-        assert isinstance(refused, RowError)
-        assert "it prints bytes; images stand in parts of type image" in refused.error_message
+        with pytest.raises(RowFailed, match="it prints bytes; images stand in parts of type image"):
+            template.fill({"photo": photo})
     assert template.fill({"photo": {"bytes": None, "path": "a.png"}}) == "Is it {'bytes': None, 'path': 'a.png'}?"
 
 
@@ -258,9 +257,10 @@ def test_a_template_without_images_is_refused() -> None:
         Placeholders(ChatTemplate(where, text_model, None), text_model)
     placeholders = Placeholders(ChatTemplate(where, tokenizer := load_tokenizer(str(VISION), False), None), tokenizer)
     ids = tokenizer("<image> and <image>")["input_ids"]
-    assert placeholders.objection(ids, 2) is None
-    assert isinstance(placeholders.objection(ids, 1), RowError)
-    assert isinstance(placeholders.objection(ids, 3), RowError)
+    placeholders.check(ids, 2)
+    for number in (1, 3):
+        with pytest.raises(RowFailed):
+            placeholders.check(ids, number)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from picture_server import PICTURE, Server, noise, serving
 from PIL import Image, ImageCms
 from pydantic import ValidationError
 
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.base.storage import Folder
 from batchinf.prompts.downloads import AllowedHosts
 from batchinf.prompts.media import ImageLoader
@@ -257,12 +257,12 @@ def loader(folder: pathlib.Path | None = None, **settings: Any) -> ImageLoader:
 
 
 def refused(source: Any, images: ImageLoader) -> tuple[str, str]:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(RowFailed) as caught:
         images.load(source)
-    message = caught.value.message
+    message = caught.value.error.error_message
     assert "\n" not in message
     assert "SECRET" not in message
-    return caught.value.error_type, message
+    return caught.value.error.error_type, message
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -299,7 +299,7 @@ def test_the_pixels_are_those_of_vllm() -> None:
 BOMB = """
 import resource, sys, warnings
 from PIL import Image, ImageCms
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.prompts.media import ImageLoader
 from batchinf.spec.images import ImageSettings
 warnings.simplefilter("ignore")
@@ -309,8 +309,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for name in sys.argv[2:]:
     try:
         images.load(name)
-    except ImageError as error:
-        assert error.error_type == "image_too_large", error
+    except RowFailed as error:
+        assert error.error.error_type == "image_too_large", error
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -426,6 +426,21 @@ def test_an_image_is_fetched_once(server: Server) -> None:
     assert server.asked[1:] == ["/status/404"] * 2
 
 
+def test_rows_that_wait_for_one_download_fail_with_an_error_each(server: Server) -> None:
+    images = loader(hosts=[server.host], timeout_s=0.5)
+
+    def failure(url: str) -> RowFailed:
+        with pytest.raises(RowFailed) as caught:
+            images.load(url)
+        return caught.value
+
+    with ThreadPoolExecutor(8) as threads:
+        failures = list(threads.map(failure, [f"{server.url}/stall"] * 8))
+    assert len(server.asked) < 8
+    assert len({id(one) for one in failures}) == 8
+    assert {one.error.error_type for one in failures} == {"image_timeout"}
+
+
 def test_only_recent_images_are_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinf.prompts.downloads._KEPT_BYTES", 2 * len(PICTURE))
     images = loader(hosts=[server.host])
@@ -497,7 +512,7 @@ def test_a_host_must_be_named(server: Server, names: dict[str, list[list[str]]])
                  "127.0.0.2", "a.images.test", "images.test.evil", "b.test", "127.0.0.1@images.test.evil",
                  "images.test.", "%31", "SECRET:x@127.0.0.1", "images.test:80@a.images.test"):  # fmt: skip
         assert refused(f"http://{host}:{port}/image", images)[0] == "image_forbidden", host
-        with pytest.raises(ImageError, match=r"not in input\.images\.hosts|has a user name"):
+        with pytest.raises(RowFailed, match=r"not in input\.images\.hosts|has a user name"):
             images.size_of(f"http://{host}:{port}/image")
     for url in ("http:", "http:///image", "https://", "http:/image", f"http:{server.host}/image",
                 "http://127.0.0.1/image", "https://127.0.0.1/image"):  # fmt: skip
@@ -606,10 +621,12 @@ def test_an_image_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.P
 
     def refused(loader: ImageLoader, source: str, fault: str = "") -> tuple[str, str]:
         store.fault = lambda method, path: fault
-        with pytest.raises(ImageError) as raised:
+        with pytest.raises(RowFailed) as raised:
             loader.load(source)
-        assert "\n" not in raised.value.message and "key" not in raised.value.message.replace("SecretKey", "")
-        return raised.value.error_type, raised.value.message
+        assert "\n" not in raised.value.error.error_message and "key" not in raised.value.error.error_message.replace(
+            "SecretKey", ""
+        )
+        return raised.value.error.error_type, raised.value.error.error_message
 
     for loader in (of_files, of_bucket):
         forbidden = [
@@ -620,7 +637,7 @@ def test_an_image_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.P
             "gs://b/x",
         ]
         kinds, messages = zip(*(refused(loader, source) for source in forbidden), strict=True)
-        with pytest.raises(ImageError, match="outside of the input's folder"):
+        with pytest.raises(RowFailed, match="outside of the input's folder"):
             loader.size_of(forbidden[1])
         assert loader.size_of(f"{url}/photos/one.png") is None
         assert {*kinds} == {"image_forbidden"} and f"name its folder, {url}, in input.images.folders" in messages[1]
@@ -651,7 +668,7 @@ def test_base64_without_data_is_called_so(format: str) -> None:
     Image.new("RGB", (40, 30), (9, 90, 200)).save(file, format)
     text = base64.b64encode(file.getvalue()).decode()
     for reads in (loader().load, loader().size_of):
-        with pytest.raises(ImageError, match="looks like the base64 of a picture") as refused:
+        with pytest.raises(RowFailed, match="looks like the base64 of a picture") as refused:
             reads(text)
-        assert refused.value.error_type == "image_broken"
+        assert refused.value.error.error_type == "image_broken"
     assert loader().load(f"data:image/png;base64,{text}").width == 40

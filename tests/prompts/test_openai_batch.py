@@ -6,6 +6,7 @@ import pytest
 from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
+import jobs
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
@@ -138,7 +139,7 @@ def test_the_urls_of_azure(before: str) -> None:
 
 def test_the_deployment_of_azure_is_the_model() -> None:
     url = "/openai/deployments/gpt-5/chat/completions"
-    assert reader().read(line({"messages": MESSAGES}, url)) == RowError(
+    assert jobs.or_error(reader().read, line({"messages": MESSAGES}, url)) == RowError(
         "unsupported_request",
         "url: the deployment: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, or list the "
         "name in engine.served_model_name",
@@ -147,7 +148,9 @@ def test_the_deployment_of_azure_is_the_model() -> None:
 
 
 def test_a_row_cannot_leave_the_structure_of_the_job() -> None:
-    found = reader(structured_outputs={"choice": ["a", "b"]}).read(chat(response_format={"type": "text"}))
+    found = jobs.or_error(
+        reader(structured_outputs={"choice": ["a", "b"]}).read, chat(response_format={"type": "text"})
+    )
     assert found == RowError(
         "unsupported_request", "body.response_format: got text, but all rows have sampling.structured_outputs"
     )
@@ -166,15 +169,15 @@ def test_a_line_without_method_and_url_is_that_of_the_form_of_its_body() -> None
         short = {name: whole[name] for name in ("custom_id", "body")}
         assert reader().read(short) == reader().read(whole)
         assert url_of(short) == whole["url"]
-        assert reader().read({**short, "url": whole["url"]}) == RowError(
+        assert jobs.or_error(reader().read, {**short, "url": whole["url"]}) == RowError(
             "unsupported_request", "method is missing; a batch request has custom_id, method, url, body"
         )
     bodies: list[dict[str, object]] = [{"input": "a"}, {"query": "a", "documents": ["b"]}, {"text_1": "a"}]
     assert [url_of({"body": body}) for body in bodies] == ["/v1/embeddings", "/v1/rerank", "/v1/score"]
     by_first_rules = BatchReader(JobSpec(**LEAST, rules=1))  # such a line was an error row
-    error = by_first_rules.read({"custom_id": "a", "body": {"messages": MESSAGES}})
+    error = jobs.or_error(by_first_rules.read, {"custom_id": "a", "body": {"messages": MESSAGES}})
     assert isinstance(error, RowError) and error.error_message.startswith("method is missing")
-    assert reader().read({"custom_id": "a", "body": {"n": 1}}) == error
+    assert jobs.or_error(reader().read, {"custom_id": "a", "body": {"n": 1}}) == error
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,7 @@ def test_a_line_without_method_and_url_is_that_of_the_form_of_its_body() -> None
     ],
 )  # fmt: skip
 def test_what_is_not_is_named(values: dict[str, Any], message: str) -> None:
-    assert reader().read(values) == RowError("unsupported_request", message)
+    assert jobs.or_error(reader().read, values) == RowError("unsupported_request", message)
 
 
 def test_a_task_with_one_answer_takes_neither_n_nor_several_prompts() -> None:
@@ -269,7 +272,7 @@ def test_a_task_with_one_answer_takes_neither_n_nor_several_prompts() -> None:
         ),
     }
     for message, values in refused.items():
-        assert own.read(values) == RowError("unsupported_request", message)
+        assert jobs.or_error(own.read, values) == RowError("unsupported_request", message)
     assert own.read(line({"messages": MESSAGES, "n": 1})) == BatchRequest(messages=MESSAGES)
 
 
@@ -285,7 +288,7 @@ def test_several_prompts_in_a_line() -> None:
 
 
 def test_no_logprobs_in_the_job() -> None:
-    found = reader(logprobs=None).read(chat(logprobs=True))
+    found = jobs.or_error(reader(logprobs=None).read, chat(logprobs=True))
     assert found == RowError(
         "unsupported_request", "body.logprobs: asks for 0, but the job stores other columns: set sampling.logprobs"
     )

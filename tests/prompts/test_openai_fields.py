@@ -10,6 +10,7 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+import jobs
 from batchinf.base.errors import RowError
 from batchinf.prompts.openai.fields import FIELDS, Fields, fields_of, objection
 from batchinf.prompts.openai.lines import (
@@ -105,7 +106,7 @@ def read(url: str, **body: Any) -> Read | RowError:
     readers: dict[str, Any] = {"embed": EmbeddingReader, "rerank": RerankReader, "generate": BatchReader}
     own = {name: value for name, value in {**BODIES[url], **body}.items() if value is not None}
     values = {"custom_id": "a", "method": "POST", "url": url, "body": own}
-    found: Read | RowError = readers[task](spec).read(values)
+    found: Read | RowError = jobs.or_error(readers[task](spec).read, values)
     return found
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import jobs
 from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import list_names
 from batchinf.prompts.builder import PromptBuilder
@@ -396,13 +397,14 @@ def test_a_column_that_a_row_does_not_have_is_false_like_a_null() -> None:
     row = Row(0, {"y": "b"})
     assert Renderer(make_spec(input=section)).render(row) == "b-"
     begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
-    before = Renderer(begun).render(row)
+    before = jobs.or_error(Renderer(begun).render, row)
     assert before == RowError("template_error", "the template failed at line 1: 'x' is undefined")
-    of_value = Renderer(make_spec(input={"prompt_template": "{{ meta.titel or '-' }}"})).render(Row(0, {"meta": {}}))
+    nested = Renderer(make_spec(input={"prompt_template": "{{ meta.titel or '-' }}"}))
+    of_value = jobs.or_error(nested.render, Row(0, {"meta": {}}))
     assert of_value == RowError(
         "template_error", "the template failed at line 1: 'dict object' has no attribute 'titel'"
     )
-    printed = Renderer(make_spec(input={"prompt_template": "{{ y }}{{ x }}"})).render(row)
+    printed = jobs.or_error(Renderer(make_spec(input={"prompt_template": "{{ y }}{{ x }}"})).render, row)
     assert printed == RowError("template_error", "the template failed at line 1: 'x' is undefined")
 
 
@@ -526,7 +528,7 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Any, content: str | None) -> N
 @pytest.mark.parametrize("template", ["{{ x }}", "{{ x | string }}", "{{ x ~ '' }}", "{{ [x] | join(',') }}"])
 def test_values_in_a_list_are_printed_as_alone(value: object, text: str | None, before: str, template: str) -> None:
     spec = make_spec(input={"prompt_template": template})
-    rendered = Renderer(spec).render(Row(0, {"x": value}))
+    rendered = jobs.or_error(Renderer(spec).render, Row(0, {"x": value}))
     if text is None:
         assert isinstance(rendered, RowError) and "it prints bytes" in rendered.error_message
     else:

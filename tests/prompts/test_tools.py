@@ -8,6 +8,7 @@ import pytest
 from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
+import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import PromptBuilder
@@ -39,13 +40,13 @@ def chat(**body: Any) -> dict[str, Any]:
 
 
 def read(body: dict[str, Any], **options: Any) -> BatchRequest:
-    found = reader(**options).read(chat(**body))
+    found = jobs.or_error(reader(**options).read, chat(**body))
     assert isinstance(found, BatchRequest), found
     return found
 
 
 def refusal(body: dict[str, Any], **options: Any) -> str:
-    found = reader(**options).read(chat(**body))
+    found = jobs.or_error(reader(**options).read, chat(**body))
     assert isinstance(found, RowError), found
     assert found.error_type == "unsupported_request"
     return found.error_message

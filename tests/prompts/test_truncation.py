@@ -10,6 +10,7 @@ from test_chat import make_spec
 from test_prompt import BYTES, TEXT, TOKENIZERS
 from tokenizers import processors
 
+import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import TextCutter
@@ -164,7 +165,7 @@ def test_token_ids_are_cut_too() -> None:
 
 
 def filled(template: str, tokenizer: Any = BYTES, **values: Any) -> str | RowError:
-    return Renderer(make_spec(input={"prompt_template": template}), tokenizer).render(Row(0, values))
+    return jobs.or_error(Renderer(make_spec(input={"prompt_template": template}), tokenizer).render, Row(0, values))
 
 
 def test_truncate_tokens() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import jobs
 from batchinf.base import faults
-from batchinf.base.errors import EngineDeadError, InputError, RequestRefused, RowError
+from batchinf.base.errors import EngineDeadError, InputError, RowError, RowFailed
 from batchinf.base.storage import Folder
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
@@ -50,7 +50,7 @@ class WatchedEngine(ScriptedEngine):
 
     def add(self, request: Request) -> None:
         if request.row_index in self.refuses:
-            raise RequestRefused(RowError("invalid_request", f"row {request.row_index} is not to my taste"))
+            raise RowFailed("invalid_request", f"row {request.row_index} is not to my taste")
         self.added.append(request.key)
         super().add(request)
 

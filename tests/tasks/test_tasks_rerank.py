@@ -57,11 +57,12 @@ def line(number: object = 0, url: str = "/v1/score", /, **body: Any) -> dict[str
 
 
 def scored(spec: JobSpec | None = None, /, **body: Any) -> RerankRequest | RowError:
-    return RerankReader(spec or spec_of()).read(line(**body))
+    return jobs.or_error(RerankReader(spec or spec_of()).read, line(**body))
 
 
 def reranked(spec: JobSpec | None = None, /, **body: Any) -> RerankRequest | RowError:
-    return RerankReader(spec or spec_of()).read(line(0, "/rerank", **{"query": "q", "documents": ["a", "b"], **body}))
+    values = line(0, "/rerank", **{"query": "q", "documents": ["a", "b"], **body})
+    return jobs.or_error(RerankReader(spec or spec_of()).read, values)
 
 
 def built(values: dict[str, Any], spec: JobSpec | None = None, max_model_len: int | None = 64) -> Prompt:

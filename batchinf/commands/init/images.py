@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from batchinf.base.errors import ImageError
+from batchinf.base.errors import RowFailed
 from batchinf.base.places import is_bucket, is_http
 from batchinf.prompts.chat import IMAGE_PARTS, source_of_part
 from batchinf.prompts.images import ImageSource, sources_of
@@ -77,8 +77,10 @@ def as_list(value: Any) -> Any:
 
 
 def _sources(value: object) -> list[ImageSource]:
-    sources = sources_of(value, "")
-    return sources if isinstance(sources, list) else []
+    try:
+        return sources_of(value, "")
+    except RowFailed:
+        return []
 
 
 def _are_images(sources: Sequence[ImageSource], loader: ImageLoader) -> bool:
@@ -97,7 +99,7 @@ def _is_image(source: ImageSource, loader: ImageLoader) -> bool:
         return is_named_as_picture(source.partition("?")[0])
     try:
         loader.load(source)
-    except ImageError:
+    except RowFailed:
         return False
     return True
 

@@ -30,7 +30,7 @@ from vllm.v1.engine import core_client
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RowFailed
 from batchinf.base.text import counted, one_line
 from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import DEVICE_LOCK
@@ -203,12 +203,12 @@ class VllmEngine:
         """For subclasses: called when vLLM is up and `info` is set."""
 
     def warm_up(self, request: Request) -> None:
-        """See `Engine.warm_up`. Raises RequestRefused if vLLM would refuse every request of the job."""
+        """See `Engine.warm_up`. Raises RowFailed if vLLM would refuse every request of the job."""
         load_adapters(self._engine, self._adapters)
         names = list(self._adapters)
         for number in range(_WARM_UP_REQUESTS):
             params = self._params(request)
-            params.min_tokens = 0  # it may exceed the `max_tokens` of this short request: see `_objection`
+            params.min_tokens = 0  # it may exceed the `max_tokens` of this short request: see `_check`
             adapter = names[number % len(names)]
             self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
         self._run_warm_up()
@@ -224,8 +224,7 @@ class VllmEngine:
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
-        if objection := self._objection(request):
-            raise RequestRefused(objection)
+        self._check(request)
         request = self._forced(request)
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request, self._params(request))
@@ -309,7 +308,7 @@ class VllmEngine:
         try:
             structure = self._calls.structure(request.tools, sampling.structured_outputs, request.template_kwargs)
         except ValueError as error:
-            raise RequestRefused(RowError("invalid_tools", str(error))) from error
+            raise RowFailed("invalid_tools", str(error)) from error
         return replace(request, sampling=sampling.model_copy(update={"structured_outputs": structure}))
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
@@ -324,16 +323,16 @@ class VllmEngine:
 
                 check_once()
                 if self._lacks_raw and (sampling.logprobs is not None or extra):
-                    raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
+                    raise RowFailed("invalid_sampling", _NO_RAW)
             try:
                 found = self._templates[key] = sampling_params(sampling, keeps_special_tokens, extra, self._backend)
             except _REFUSALS as error:
-                raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+                raise RowFailed("invalid_sampling", str(error)) from error
             self._check_bad_words(found)
         return found
 
     def _check_bad_words(self, params: Any) -> None:
-        """Raise RequestRefused for more tokens of bad words than a request of the V2 runner holds: its worker would
+        """Raise RowFailed for more tokens of bad words than a request of the V2 runner holds: its worker would
         raise an error, which ends the engine."""
         most = getattr(vllm.envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", None)
         if not params.bad_words or most is None:
@@ -342,31 +341,30 @@ class VllmEngine:
         try:
             trial.update_from_tokenizer(self._engine.input_processor.tokenizer)
         except _REFUSALS as error:
-            raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+            raise RowFailed("invalid_sampling", str(error)) from error
         if (number := sum(map(len, trial.bad_words_token_ids))) > most:
             message = (
                 f"bad_words has {number:,} tokens; vLLM's runner takes at most {most:,}: give fewer or shorter ones"
             )
-            raise RequestRefused(RowError("invalid_sampling", message))
+            raise RowFailed("invalid_sampling", message)
 
-    def _objection(self, request: Request) -> RowError | None:
-        """Why a request cannot run: a clearer message than vLLM's, and errors that vLLM does not notice."""
+    def _check(self, request: Request) -> None:
+        """Raise RowFailed if a request cannot run: with a clearer message than vLLM's, and for what vLLM misses."""
         token_ids, limit, size = request.prompt_token_ids, self.info.max_model_len, self.info.vocab_size
         if not token_ids:
-            return RowError("empty_prompt", "the prompt has no tokens")
+            raise RowFailed("empty_prompt", "the prompt has no tokens")
         if len(token_ids) + self.output_room > limit:
             fits = f"{limit - 1} leave room for one of output" if self.output_room else f"{limit} fit max_model_len"
             message = f"the prompt has {len(token_ids)} tokens; at most {fits}"
-            return RowError("prompt_too_long", message)
+            raise RowFailed("prompt_too_long", message)
         low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
         if low < 0 or high >= size:
-            return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
+            raise RowFailed("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
         if request.sampling.thinking_token_budget not in (None, -1) and not self._finds_thinking:
-            return RowError("invalid_sampling", _NO_THINKING)
+            raise RowFailed("invalid_sampling", _NO_THINKING)
         least, most = request.sampling.min_tokens, request.max_tokens
         if least > most:  # vLLM checks it when the core process decodes SamplingParams; the core then goes silent
-            return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
-        return None
+            raise RowFailed("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
 
     def _submit(self, request_id: str, request: Request, params: Any) -> None:
         if self._death:
@@ -381,7 +379,7 @@ class VllmEngine:
         except _REFUSALS as error:
             self._engine.abort_request([request_id])  # part of vLLM may have added it
             is_sampling = getattr(error, "parameter", None) in SamplingParams.__struct_fields__
-            raise RequestRefused(RowError("invalid_sampling" if is_sampling else "refused", str(error))) from error
+            raise RowFailed("invalid_sampling" if is_sampling else "refused", str(error)) from error
 
     @contextlib.contextmanager
     def _alive(self, where: str, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
-from batchinf.base.errors import EngineStartError, RequestRefused, RowError
+from batchinf.base.errors import EngineStartError, RowFailed
 from batchinf.base.text import counted, describe_error, shorten
 from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
@@ -72,17 +72,17 @@ def _num_threads() -> int:
 
 
 def _rendered(renderer: Any, prompt: dict[str, Any]) -> Any:
-    """What vLLM makes of a prompt with images. Raises RequestRefused."""
+    """What vLLM makes of a prompt with images. Raises RowFailed."""
     try:
         [made] = renderer.render_cmpl([prompt])
     except Exception as error:  # processors raise errors of all types, AssertionError too
         words = shorten(describe_error(error), 300)
-        raise RequestRefused(RowError("image_refused", f"the model's processor refused the images: {words}")) from None
+        raise RowFailed("image_refused", f"the model's processor refused the images: {words}") from None
     return made
 
 
 def _checked(made: Any, num_images: int) -> RenderedPrompt:
-    """The prompt with all tokens of its images. Raises RequestRefused if it has not one place for each image.
+    """The prompt with all tokens of its images. Raises RowFailed if it has not one place for each image.
 
     made: by vLLM's renderer.
     """
@@ -100,7 +100,7 @@ def _checked(made: Any, num_images: int) -> RenderedPrompt:
     if len(places) != num_images or is_spare.any():
         spare = f", and {counted(int(is_spare.sum()), 'token')} of images outside of them" if is_spare.any() else ""
         got = f"{counted(len(places), 'place')} for {counted(num_images, 'image')}{spare}"
-        raise RequestRefused(RowError("image_placeholder", f"the prompt has {got}; expected one for each image"))
+        raise RowFailed("image_placeholder", f"the prompt has {got}; expected one for each image")
 
     def for_ids(longer: list[int]) -> dict[str, Any]:
         return {**made, "prompt_token_ids": longer}

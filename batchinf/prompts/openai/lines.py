@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.prompts.encoder import Encoder, Side
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
@@ -31,7 +31,6 @@ _AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
 _NO_RESPONSES = "write the instructions and the input as body.messages, and the URL as /v1/chat/completions"
 
 _Request = TypeVar("_Request")
-_Value = TypeVar("_Value")
 
 
 # Columns of lines of other batch APIs, in words: whose they are, and what holds the request.
@@ -77,19 +76,9 @@ def whole_line(values: Mapping[str, object]) -> Mapping[str, object]:
     return values if url is None else {**values, "method": "POST", "url": url}
 
 
-class Refused(Exception):
-    """A row cannot run. The message names the field and the reason."""
-
-    def __init__(self, message: str, error_type: str = "unsupported_request") -> None:
-        super().__init__(message)
-        self.error = RowError(error_type, message)
-
-
-def valid(value: _Value | RowError) -> _Value:
-    """The value. Raises Refused with the row's error in its place."""
-    if isinstance(value, RowError):
-        raise Refused(value.error_message, value.error_type)
-    return value
+def unsupported(message: str) -> RowFailed:
+    """The error of a line that cannot run. message: names the field and the reason."""
+    return RowFailed("unsupported_request", message)
 
 
 def url_of(values: Mapping[str, object]) -> str | None:
@@ -102,16 +91,6 @@ def _deployment(values: Mapping[str, object]) -> str | None:
     """The name of the model in Azure's URLs `/openai/deployments/{name}/…`."""
     match = _AZURE.match(str(values.get("url")))
     return None if match is None else match["deployment"]
-
-
-def line_of(row: Row) -> dict[str, Any] | RowError:
-    """The values of a row that is a line, or the row's error."""
-    if row.error is not None:
-        return RowError("unreadable", row.error)
-    try:
-        return {**row.values, "body": body_of(row.values)}
-    except (ValueError, RecursionError):
-        return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
 
 
 def body_of(values: Mapping[str, object]) -> object:
@@ -134,43 +113,42 @@ class LineReader(Generic[_Request]):
         self._is_by_first_rules = spec.rules == FIRST_RULES  # lines without method and URL are error rows
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
 
-    def read_row(self, row: Row) -> _Request | RowError:
-        """The request of a row that is a line, or the row's error."""
-        values = line_of(row)
-        return values if isinstance(values, RowError) else self.read(values)
-
-    def read(self, values: Mapping[str, object]) -> _Request | RowError:
-        """The request of a line, or the error `unsupported_request`, whose message names the field."""
+    def read_row(self, row: Row) -> _Request:
+        """The request of a row that is a line. Raises RowFailed."""
+        if row.error is not None:
+            raise RowFailed("unreadable", row.error)
         try:
-            return self._read(values)
-        except Refused as refused:
-            return refused.error
+            body = body_of(row.values)
+        except (ValueError, RecursionError):
+            raise unsupported("body: got text that is not JSON; must be a mapping") from None
+        return self.read({**row.values, "body": body})
 
-    def _read(self, values: Mapping[str, object]) -> _Request:
+    def read(self, values: Mapping[str, object]) -> _Request:
+        """The request of a line. Raises RowFailed, whose message names the field."""
         raise NotImplementedError
 
     def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
-        """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises Refused."""
+        """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises RowFailed."""
         if not self._is_by_first_rules:
             values = whole_line(values)
         for name in COLUMNS:
             if values.get(name) is None:
-                raise Refused(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")
+                raise unsupported(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")
         if values["method"] != "POST":
-            raise Refused(f"method: got {show(values['method'])}; must be POST")
+            raise unsupported(f"method: got {show(values['method'])}; must be POST")
         url = url_of(values)
         body = values["body"]
         if url == RESPONSES_URL:
-            raise Refused(f"url: got {show(values['url'])}, which is not supported: {_NO_RESPONSES}")
+            raise unsupported(f"url: got {show(values['url'])}, which is not supported: {_NO_RESPONSES}")
         if url not in self.urls:
             why = "" if url is None else ", as the job's task does not run it: put such lines into a job of their own"
-            raise Refused(f"url: got {show(values['url'])}; must be {' or '.join(self.urls)}{why}")
+            raise unsupported(f"url: got {show(values['url'])}; must be {' or '.join(self.urls)}{why}")
         if not isinstance(body, dict):
-            raise Refused(f"body: got {show(body)}; must be a mapping")
+            raise unsupported(f"body: got {show(body)}; must be a mapping")
         # Null means the same as leaving out the field.
         body = {name: value for name, value in body.items() if value is not None}
         if (objection := self.model_objection(values)) is not None:
-            raise Refused(objection)
+            raise unsupported(objection)
         body.pop("model", None)
         return url, body
 
@@ -202,21 +180,21 @@ def are_ids(value: object) -> bool:
 
 
 def take_flags(body: dict[str, Any], names: Sequence[str]) -> dict[str, bool]:
-    """The fields of these names, as far as a body has them. They are taken out. Raises Refused."""
+    """The fields of these names, as far as a body has them. They are taken out. Raises RowFailed."""
     flags = {name: body.pop(name) for name in names if name in body}
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise Refused(f"body.{name}: got {show(value)}; must be true or false")
+            raise unsupported(f"body.{name}: got {show(value)}; must be true or false")
     return flags
 
 
 def take_template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
-    """A body's own variables of the chat template, which are taken out. Raises Refused."""
+    """A body's own variables of the chat template, which are taken out. Raises RowFailed."""
     kwargs = body.pop("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
-        raise Refused(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
+        raise unsupported(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
     if wrong := [name for name in kwargs if name in KWARGS_ELSEWHERE]:
-        raise Refused(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
+        raise unsupported(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
     return kwargs
 
 
@@ -231,15 +209,15 @@ class Truncation:
 
     def cut(
         self, ids: list[int], encoder: Encoder | None, *, most: int | None, room: int | None, default_side: Side
-    ) -> list[int] | RowError:
-        """The ids that are kept, or the row's error.
+    ) -> list[int]:
+        """The ids that are kept. Raises RowFailed.
 
         encoder: has made the ids of a text; None: they were given. most: the greatest allowed number of tokens; None if
         unknown. room: the number for -1. default_side: what vLLM's tokenizer cuts.
         """
         if most is not None and self.num_tokens > most:
             got = f"got {self.num_tokens:,}; must be at most {most:,}, which max_model_len leaves"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
+            raise unsupported(f"body.truncate_prompt_tokens: {got}")
         kept = room if self.num_tokens < 0 else self.num_tokens
         if kept is None or len(ids) <= kept:
             return ids
@@ -247,20 +225,22 @@ class Truncation:
         if kept > 0 and (self.side is not None or encoder is None):
             return ids[-kept:] if side == "left" else ids[:kept]
         cut = encoder.cut(ids, kept, side) if kept > 0 and encoder is not None else None
-        words = f"body.truncate_prompt_tokens: got {kept:,}, which leaves no room beside the special tokens"
-        return RowError("unsupported_request", words) if cut is None else cut
+        if cut is None:
+            words = f"body.truncate_prompt_tokens: got {kept:,}, which leaves no room beside the special tokens"
+            raise unsupported(words)
+        return cut
 
 
 def take_truncation(body: dict[str, Any]) -> Truncation | None:
-    """The truncation that a body asks for, which is taken out of it. Raises Refused."""
+    """The truncation that a body asks for, which is taken out of it. Raises RowFailed."""
     number = body.pop("truncate_prompt_tokens", None)
     side = body.pop("truncation_side", None)
     if side not in (None, "left", "right"):
-        raise Refused(f"body.truncation_side: got {show(side)}; must be left or right")
+        raise unsupported(f"body.truncation_side: got {show(side)}; must be left or right")
     if number is None:  # as in vLLM, the side alone means nothing
         return None
     if type(number) is not int or number < -1 or number == 0:
-        raise Refused(f"body.truncate_prompt_tokens: got {show(number)}; must be a whole number, at least 1, or -1")
+        raise unsupported(f"body.truncate_prompt_tokens: got {show(number)}; must be a whole number, at least 1, or -1")
     return Truncation(number, cast(Side | None, side))
 
 

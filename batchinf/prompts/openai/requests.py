@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
 from batchinf.prompts.openai.fields import objection
@@ -16,7 +16,6 @@ from batchinf.prompts.openai.lines import (
     COLUMNS,
     COMPLETIONS_URL,
     LineReader,
-    Refused,
     Truncation,
     are_ids,
     missing_columns,
@@ -25,6 +24,7 @@ from batchinf.prompts.openai.lines import (
     take_flags,
     take_template_kwargs,
     take_truncation,
+    unsupported,
 )
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
 from batchinf.records import Tools
@@ -114,7 +114,7 @@ class BatchReader(LineReader[BatchRequest]):
         self._has_samples = has_samples
         self._takes_images = spec.input.has_images
 
-    def _read(self, values: Mapping[str, object]) -> BatchRequest:
+    def read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
         return self._completion(body) if url == COMPLETIONS_URL else self._chat(body)
 
@@ -142,10 +142,10 @@ class BatchReader(LineReader[BatchRequest]):
         if number > 1:
             form["n"] = num_samples
             if not self._has_samples:
-                raise Refused(f"body.prompt: got a list of {number:,}; this job has one answer for each line")
+                raise unsupported(f"body.prompt: got a list of {number:,}; this job has one answer for each line")
             if type(num_samples) is int and number * num_samples > _MOST_ANSWERS:
                 got = f"{number:,} prompts with n {num_samples:,}"
-                raise Refused(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
+                raise unsupported(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
         requests = tuple(
             BatchRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form))
             for prompt in prompts
@@ -156,26 +156,26 @@ class BatchReader(LineReader[BatchRequest]):
         try:
             return tools_of_line(body, has_parser=self._parses_calls)
         except ToolsError as error:
-            raise Refused(str(error)) from None
+            raise unsupported(str(error)) from None
 
     def _check_choice(self, tools: Tools | None, sampling: Mapping[str, Any]) -> None:
-        """Raise Refused for a forced call in a text that must follow a structure."""
+        """Raise RowFailed for a forced call in a text that must follow a structure."""
         has_structure = "structured_outputs" in sampling or self._sampling.structured_outputs is not None
         if tools is not None and tools.choice != "auto" and has_structure:
             what = f"got {tools.name or tools.choice}, which forces a call, beside a structure for the text"
-            raise Refused(f"body.tool_choice: {what}; give one of them")
+            raise unsupported(f"body.tool_choice: {what}; give one of them")
 
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
         if not isinstance(messages, list) or not messages:
             got = "an empty list" if messages == [] else show(messages)
-            raise Refused(f"body.messages: got {got}; must be a list of messages")
+            raise unsupported(f"body.messages: got {got}; must be a list of messages")
         chat: dict[str, Any] = dict(take_flags(body, _CHAT_FLAGS))
         if variables := self._variables(body):
             chat["chat_template_kwargs"] = variables
         if (documents := body.pop("documents", None)) not in (None, []):
             if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
-                raise Refused(f"body.documents: got {show(documents)}; must be a list of mappings")
+                raise unsupported(f"body.documents: got {show(documents)}; must be a list of mappings")
             chat["documents"] = documents
         for number, message in enumerate(messages):
             _refuse_functions(f"body.messages, message {number}", message)
@@ -187,7 +187,7 @@ class BatchReader(LineReader[BatchRequest]):
         variables = {name: body.pop(name) for name in _OF_TEMPLATES if name in body}
         for name, value in variables.items():
             if not isinstance(value, str):
-                raise Refused(f"body.{name}: got {show(value)}; must be text")
+                raise unsupported(f"body.{name}: got {show(value)}; must be text")
         effort = variables.get("reasoning_effort")
         if effort is not None and "enable_thinking" not in {**self._chat_kwargs, **own}:
             variables["enable_thinking"] = effort != "none"
@@ -202,18 +202,18 @@ class BatchReader(LineReader[BatchRequest]):
         if all(map(are_ids, prompts)):
             return [{"token_ids": item} for item in prompts]
         got = "an empty list" if prompt == [] else show(prompt)
-        raise Refused(
+        raise unsupported(
             f"body.prompt: got {got}; must be a text, the token ids of one, or a list of texts or of token ids"
         )
 
     def _take_sampling(self, body: dict[str, Any], url: str) -> dict[str, Any]:
-        """The row's own sampling. Raises Refused for any other field that would change the answer."""
+        """The row's own sampling. Raises RowFailed for any other field that would change the answer."""
         is_chat = url != COMPLETIONS_URL
         sampling: dict[str, Any] = {}
         if "max_completion_tokens" in body:
             number = body.pop("max_completion_tokens")
             if body.setdefault("max_tokens", number) != number:
-                raise Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
+                raise unsupported("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
         self._check_text(body)
         if (structure := _structure_of(body)) is not None:
@@ -226,19 +226,19 @@ class BatchReader(LineReader[BatchRequest]):
             elif name in _OF_THE_JOB:
                 of_job = getattr(self._sampling, name)
                 if value != of_job or type(value) is not type(of_job):
-                    raise Refused(f"body.{name}: got {show(value)}, but all rows have sampling.{name} {of_job}")
+                    raise unsupported(f"body.{name}: got {show(value)}, but all rows have sampling.{name} {of_job}")
             elif (why := objection(url, name, value)) is not None:
-                raise Refused(f"body.{name}: {why}")
+                raise unsupported(f"body.{name}: {why}")
         return sampling
 
     def _check_text(self, body: dict[str, Any]) -> None:
-        """Raise Refused if a row wants a text without a structure in a job with one for all rows."""
+        """Raise RowFailed if a row wants a text without a structure in a job with one for all rows."""
         form = body.get("response_format")
         if isinstance(form, dict) and form.get("type") == "text" and self._sampling.structured_outputs is not None:
-            raise Refused("body.response_format: got text, but all rows have sampling.structured_outputs")
+            raise unsupported("body.response_format: got text, but all rows have sampling.structured_outputs")
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
-        """Raise Refused if a row asks for more logprobs than the job stores."""
+        """Raise RowFailed if a row asks for more logprobs than the job stores."""
         self._check_number("prompt_logprobs", body.pop("prompt_logprobs", None), self._sampling.prompt_logprobs)
         number = body.pop("logprobs", None)
         top = body.pop("top_logprobs", None)
@@ -248,7 +248,7 @@ class BatchReader(LineReader[BatchRequest]):
         elif number is False:  # as chat lines spell it out
             number = None
         if top is not None and not is_chat:
-            raise Refused(f"body.top_logprobs: {objection(COMPLETIONS_URL, 'top_logprobs', top)}")
+            raise unsupported(f"body.top_logprobs: {objection(COMPLETIONS_URL, 'top_logprobs', top)}")
         self._check_number(name, number, self._sampling.logprobs)
 
     def _check_number(self, name: str, number: object, most: int | None) -> None:
@@ -256,35 +256,35 @@ class BatchReader(LineReader[BatchRequest]):
         if number is None:
             return
         if type(number) is not int or number < 0:
-            raise Refused(f"body.{name}: got {show(number)}; must be a whole number, at least 0")
+            raise unsupported(f"body.{name}: got {show(number)}; must be a whole number, at least 0")
         if most is None or number > most:
             field = name.replace("top_", "")
-            raise Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
+            raise unsupported(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
 
 
 def _refuse_options_of_images(body: dict[str, Any]) -> None:
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if body.get(name):
-            raise Refused(f"body.{name}: got {show(body[name])}, which is not supported: all images are read alike")
+            raise unsupported(f"body.{name}: got {show(body[name])}, which is not supported: all images are read alike")
 
 
 def _number_of_chat(has_logprobs: object, top: object) -> object:
     """How many logprobs a conversation asks for; None: none."""
     if not isinstance(has_logprobs, bool | None):
-        raise Refused(f"body.logprobs: got {show(has_logprobs)}; must be true or false")
+        raise unsupported(f"body.logprobs: got {show(has_logprobs)}; must be true or false")
     if top and not has_logprobs:
-        raise Refused("body.top_logprobs: given without logprobs: true")
+        raise unsupported("body.top_logprobs: given without logprobs: true")
     return top or 0 if has_logprobs else None
 
 
 def _refuse_functions(place: str, message: object) -> None:
-    """Raise Refused for OpenAI's `function_call` and role `function` of old, which chat templates do not show."""
+    """Raise RowFailed for OpenAI's `function_call` and role `function` of old, which chat templates do not show."""
     if not isinstance(message, dict):
         return
     if message.get("function_call") is not None:
-        raise Refused(f"{place}: got function_call, which is not supported: write tool_calls")
+        raise unsupported(f"{place}: got function_call, which is not supported: write tool_calls")
     if message.get("role") == "function":
-        raise Refused(f"{place}: got the role function, which is not supported: write the role tool")
+        raise unsupported(f"{place}: got the role function, which is not supported: write the role tool")
 
 
 def _with_reasoning(message: object) -> object:
@@ -305,7 +305,7 @@ def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
     found |= {"structured_outputs": body.pop("structured_outputs", None)}
     given = {name: structure for name, structure in found.items() if structure is not None}
     if len(given) > 1:
-        raise Refused(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")
+        raise unsupported(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")
     return next(iter(given.values()), None)
 
 
@@ -314,7 +314,7 @@ def _structure(response_format: object) -> dict[str, Any] | None:
     kind = fields.get("type")
     others = [name for name, value in fields.items() if value is not None and name not in ("type", kind)]
     if kind in ("text", "json_object", "json_schema") and others:
-        raise Refused(f"body.response_format.{others[0]}: not known beside type {kind}")
+        raise unsupported(f"body.response_format.{others[0]}: not known beside type {kind}")
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
@@ -325,7 +325,7 @@ def _structure(response_format: object) -> dict[str, Any] | None:
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
     allowed = "text, json_object, structural_tag, or json_schema with its schema"
-    raise Refused(f"body.response_format: got {show(kind or response_format)}; must be {allowed}")
+    raise unsupported(f"body.response_format: got {show(kind or response_format)}; must be {allowed}")
 
 
 class BatchPrompts:
@@ -353,34 +353,29 @@ class BatchPrompts:
         with contextlib.suppress(ValueError):
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
 
-    def read(self, row: Row) -> BatchRequest | RowError:
-        """The request of a row, its messages as text, but not those of its parts; or the row's error."""
-        request = self._reader.read_row(row)
-        return request if isinstance(request, RowError) else self.rendered(request)
+    def read(self, row: Row) -> BatchRequest:
+        """The request of a row, its messages as text, but not those of its parts. Raises RowFailed."""
+        return self.rendered(self._reader.read_row(row))
 
-    def rendered(self, request: BatchRequest) -> BatchRequest | RowError:
-        """The request with its messages as text, or the row's error."""
+    def rendered(self, request: BatchRequest) -> BatchRequest:
+        """The request with its messages as text. Raises RowFailed."""
         if request.messages is None:
             return request
         messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        if isinstance(messages, RowError):
-            return messages
         render = functools.partial(self._render, request)
         rendered = render_conversation(messages, (), render, self._placeholders)
-        if isinstance(rendered, RowError):
-            return rendered
         if rendered.sources and request.truncation is not None:
             # vLLM counts all tokens of images, too, and refuses to cut them.
             hint = "whose images it could cut off: leave it out, and shorten the text"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
+            raise unsupported(f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
         ids = rendered.token_ids
         return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
 
-    def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
+    def _render(self, request: BatchRequest, messages: list[Message]) -> str:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self._chat is None:
-            return RowError("template_error", "the model has no chat template; give one as input.chat_template")
+            raise RowFailed("template_error", "the model has no chat template; give one as input.chat_template")
         options = dict(request.chat)
         options |= options.pop("chat_template_kwargs", {})
         if options.get("continue_final_message") and "add_generation_prompt" not in options:

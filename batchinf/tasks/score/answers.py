@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowFailed
 from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.renderer import take, take_list
 from batchinf.prompts.row_sampling import whole_number
@@ -36,10 +36,10 @@ class AnswerReader:
         column = self._column
         if column is None or (column in row.values and row.values[column] is None):
             return None
-        value = take(row.values, column, "")
-        if isinstance(value, RowError):
-            return value.error_message
-        value = whole_number(value)
+        try:
+            value = whole_number(take(row.values, column, ""))
+        except RowFailed as failed:
+            return failed.error.error_message
         if isinstance(value, bool) or not isinstance(value, int | str):
             return self._error(value)
         if self._answers == "texts":
@@ -162,6 +162,8 @@ def _answers(where: InputSpec, source: Source) -> Iterator[tuple[int | str, Sequ
             value = whole_number(row.values.get(answer))
             if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
                 continue
-            choices = where.choices or take_list(row.values, where.choices_column or "", "texts")
-            if not isinstance(choices, RowError):
-                yield value, choices
+            try:
+                choices = where.choices or take_list(row.values, where.choices_column or "", "texts")
+            except RowFailed:
+                continue
+            yield value, choices

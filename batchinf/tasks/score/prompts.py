@@ -1,16 +1,17 @@
 """The prompts of task `score`: contexts with continuations or choices, or windows of a text."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowError, RowFailed
 from batchinf.base.text import clip, name_type
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder, begins_with_two
 from batchinf.prompts.images import ImageSource, TextWithImages
-from batchinf.prompts.renderer import take, take_list, unicode_error
+from batchinf.prompts.renderer import check_unicode, take, take_list
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -109,7 +110,7 @@ class ScorePrompts(PromptBuilder):
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. Each of its spans has fewer tokens than `max_model_len`."""
-        drafts = [self._read(row) for row in rows]
+        drafts = [self._read_or_error(row) for row in rows]
         encoded = self._ids_of([ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks])
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
@@ -119,25 +120,25 @@ class ScorePrompts(PromptBuilder):
                 ids = list(itertools.islice(encoded, len(draft.asks)))
                 # A context with images is not cut: the engine says whether it fits.
                 most = None if draft.images else max_model_len
-                prompts.append(self._prompt(draft, self._scored(draft, ids, most)))
+                prompts.append(self._prompt(draft, ids, most))
         return self._adapter.apply(rows, prompts)
 
     # -- texts of a row ------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Row) -> _Draft | RowError:
+    def _read_or_error(self, row: Row) -> _Draft | RowError:
+        try:
+            return self._read(row)
+        except RowFailed as failed:
+            return failed.error
+
+    def _read(self, row: Row) -> _Draft:
         if row.error is not None:
-            return RowError("unreadable", row.error)
+            raise RowFailed("unreadable", row.error)
         if self._input.text_column is not None:
             return self._read_text(row)
         context = self._context(row)
-        if isinstance(context, RowError):
-            return context
         texts = self._targets(row)
-        if isinstance(texts, RowError):
-            return texts
         neutral = self._neutral_context(row)
-        if isinstance(neutral, RowError):
-            return neutral
         targets = [self._score.target_delimiter + text for text in texts]
         before = context.prompt
         return _Draft(
@@ -152,28 +153,27 @@ class ScorePrompts(PromptBuilder):
             text=context.text,
         )
 
-    def _read_text(self, row: Row) -> _Draft | RowError:
+    def _read_text(self, row: Row) -> _Draft:
         """A row whose whole text is scored."""
         text = self._renderer.render(row)
-        if isinstance(text, RowError):
-            return text
         asks = [(text, self._encoder_of(text))]
         return _Draft(row=row, context=None, targets=[text], num_bytes=[len(text.encode())], asks=asks)
 
-    def _neutral_context(self, row: Row) -> str | list[int] | RowError | None:
+    def _neutral_context(self, row: Row) -> str | list[int] | None:
         """The row's context with the values of `score.neutral`; None without these."""
         if self._score.neutral is None:
             return None
-        context = self._context(replace(row, values={**row.values, **self._score.neutral}))
-        if isinstance(context, RowError):
-            return RowError(context.error_type, f"score.neutral: {context.error_message}")
-        return context.prompt
+        with _naming_neutral():
+            return self._context(replace(row, values={**row.values, **self._score.neutral})).prompt
 
-    def _context(self, row: Row) -> TextWithImages | RowError:
-        context = self._renderer.render_images(row, self._placeholders)
-        # An empty context is valid: see `_pair`.
-        is_empty = isinstance(context, RowError) and context.error_type == "empty_prompt"
-        return TextWithImages("", ()) if is_empty and not (self._input.is_chat or self._has_images) else context
+    def _context(self, row: Row) -> TextWithImages:
+        try:
+            return self._renderer.render_images(row, self._placeholders)
+        except RowFailed as failed:
+            # An empty context is valid: see `_pair`.
+            if failed.error.error_type != "empty_prompt" or self._input.is_chat or self._has_images:
+                raise
+            return TextWithImages("", ())
 
     def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, Encoder]]:
         """The context, then each target joined to it. A context that is empty or token ids is left out.
@@ -194,38 +194,33 @@ class ScorePrompts(PromptBuilder):
         has_prefix = bool(self._prefix_text) and text.startswith(self._prefix_text)
         return self._with_special if self._adds and not has_prefix else self._without_special
 
-    def _targets(self, row: Row) -> list[str] | RowError:
+    def _targets(self, row: Row) -> list[str]:
         if self._input.choices is not None:
             return list(self._input.choices)
         if self._input.continuation_column is not None:
             name = f"column '{self._input.continuation_column}'"
-            text: Any = take(row.values, self._input.continuation_column, "null_continuation")
-            return text if isinstance(text, RowError) else _text_error(text, name) or [text]
+            return [_scored_text(take(row.values, self._input.continuation_column, "null_continuation"), name)]
         column = self._input.choices_column or ""
-        choices = _choices(row, column)
-        if isinstance(choices, RowError):
-            return choices
-        errors = (_text_error(text, f"choice {place} of column '{column}'") for place, text in enumerate(choices))
-        return next(filter(None, errors), choices)
+        choices = take_list(row.values, column, "texts", null="null_choices")
+        if not choices:
+            raise RowFailed("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
+        return [_scored_text(text, f"choice {place} of column '{column}'") for place, text in enumerate(choices)]
 
     # -- tokens of a row -----------------------------------------------------------------------------------------------
 
-    def _scored(
-        self, draft: _Draft, encoded: Sequence[list[int] | RowError], max_model_len: int | None
-    ) -> _Scored | RowError:
-        """The row's tokens and spans, or its error. encoded: `draft.asks`."""
+    def _scored(self, draft: _Draft, encoded: Sequence[list[int] | RowError], max_model_len: int | None) -> _Scored:
+        """The row's tokens and spans. encoded: `draft.asks`."""
         ids = [each for each in encoded if isinstance(each, list)]
         error = next((each for each in encoded if isinstance(each, RowError)), None)
         if error is not None:
-            return error
+            raise RowFailed(error.error_type, error.error_message)
         if draft.context is None:
             return self._windows(ids[0], draft.num_bytes[0], max_model_len)
         scored = self._after(draft.context, ids, draft, max_model_len)
-        if draft.neutral is None or isinstance(scored, RowError):
+        if draft.neutral is None:
             return scored
-        neutral = self._after(draft.neutral, ids[-self._num_asks(draft.neutral, draft) :], draft, max_model_len)
-        if isinstance(neutral, RowError):
-            return RowError(neutral.error_type, f"score.neutral: {neutral.error_message}")
+        with _naming_neutral():
+            neutral = self._after(draft.neutral, ids[-self._num_asks(draft.neutral, draft) :], draft, max_model_len)
         is_cut = scored.is_cut or neutral.is_cut
         return replace(scored, neutral=neutral.spans, is_cut=is_cut, joined=scored.joined or neutral.joined)
 
@@ -234,15 +229,12 @@ class ScorePrompts(PromptBuilder):
 
     def _after(
         self, context: str | list[int], ids: list[list[int]], draft: _Draft, max_model_len: int | None
-    ) -> _Scored | RowError:
+    ) -> _Scored:
         """The scored texts after one context. ids: of the texts of `_asks`, first those for this context."""
         pairs: list[tuple[list[int], list[int]]] = []
         for place in range(len(draft.targets)):
             pair = self._pair(context, ids, place)
-            if isinstance(pair, RowError):
-                return pair
-            if (error := self._length_error(pair[1], place, max_model_len)) is not None:
-                return error
+            self._check_length(pair[1], place, max_model_len)
             pairs.append(pair)
         scored = self._fitted(pairs, draft.num_bytes, max_model_len)
         return replace(scored, joined=self._joined(context, ids, draft.targets))
@@ -271,20 +263,17 @@ class ScorePrompts(PromptBuilder):
         everything = [*pairs[0][0], *itertools.chain.from_iterable(target for _, target in pairs)]
         return _Scored(everything, tuple(map(Span, wholes, starts, num_bytes)), is_cut)
 
-    def _length_error(self, ids: list[int], place: int, max_model_len: int | None) -> RowError | None:
-        """The error if this scored text has no tokens, or too many."""
+    def _check_length(self, ids: list[int], place: int, max_model_len: int | None) -> None:
+        """Raise RowFailed if this scored text has no tokens, or too many."""
         name = f"choice {place}" if has_choices(self._input) else "the continuation"
         if not ids:
-            return RowError("empty_continuation", f"{name} has no tokens of its own behind the context: the tokenizer "
+            raise RowFailed("empty_continuation", f"{name} has no tokens of its own behind the context: the tokenizer "
                             "joins them; a space in score.target_delimiter may part them")  # fmt: skip
         if max_model_len is not None and len(ids) > (most := max_model_len - NUM_RESERVED):
-            return RowError("prompt_too_long", f"{name} alone has {len(ids):,} tokens; at most {most:,} fit "
+            raise RowFailed("prompt_too_long", f"{name} alone has {len(ids):,} tokens; at most {most:,} fit "
                             f"max_model_len={max_model_len} behind one of context")  # fmt: skip
-        return None
 
-    def _pair(
-        self, context: str | list[int], ids: list[list[int]], place: int
-    ) -> tuple[list[int], list[int]] | RowError:
+    def _pair(self, context: str | list[int], ids: list[list[int]], place: int) -> tuple[list[int], list[int]]:
         """The tokens of the context and of one of the scored texts.
 
         A context as text and each scored text were encoded together. They are split after as many tokens as the context
@@ -301,40 +290,41 @@ class ScorePrompts(PromptBuilder):
         prefix = self._prefix
         if prefix is None:
             message = "the context is empty, and the tokenizer has neither BOS nor EOS to score a first token by"
-            return RowError("empty_context", message)
+            raise RowFailed("empty_context", message)
         # The prefix replaces an empty context. If the scored text begins with it, that token moves.
         return [prefix], target[1:] if target[:1] == [prefix] else target
 
-    def _windows(self, ids: list[int], num_bytes: int, max_model_len: int | None) -> _Scored | RowError:
+    def _windows(self, ids: list[int], num_bytes: int, max_model_len: int | None) -> _Scored:
         if not ids:
-            return RowError("empty_prompt", "the text has no tokens")
+            raise RowFailed("empty_prompt", "the text has no tokens")
         most = len(ids) + 1 if max_model_len is None else max_model_len - NUM_RESERVED
         if self._prefix is None:
-            return RowError("empty_context", "the tokenizer has neither BOS nor EOS to score a first token by")
+            raise RowFailed("empty_context", "the tokenizer has neither BOS nor EOS to score a first token by")
         overlap = self._score.window_overlap if len(ids) > most else 0
         if overlap >= most:
             message = f"score.window_overlap {overlap:,} leaves nothing of a window: max_model_len - 2 = {most:,}"
-            return RowError("prompt_too_long", message)
+            raise RowFailed("prompt_too_long", message)
         pieces = enumerate(windows(ids, self._prefix, most, overlap))
         return _Scored(ids, tuple(Span(piece, start, 0 if place else num_bytes) for place, (piece, start) in pieces))
 
-    def _wrong_ids(self, spans: Sequence[Span], num_images: int) -> RowError | None:
-        """The error of spans with ids outside the vocabulary, or without one place for each image."""
+    def _check_spans(self, spans: Sequence[Span], num_images: int) -> None:
+        """Raise RowFailed for spans with ids outside the vocabulary, or without one place for each image."""
         low = min(min(span.token_ids) for span in spans)
         high = max(max(span.token_ids) for span in spans)
-        error = self.outside_vocabulary(low, high)
-        if error is not None:
-            return error
-        return next(filter(None, (self.misplaced(span.token_ids, num_images) for span in spans)), None)
+        self.check_vocabulary(low, high)
+        for span in spans:
+            self.check_places(span.token_ids, num_images)
 
-    def _prompt(self, draft: _Draft, scored: _Scored | RowError) -> Prompt:
+    def _prompt(self, draft: _Draft, encoded: Sequence[list[int] | RowError], max_model_len: int | None) -> Prompt:
+        """encoded: `draft.asks`."""
         index = draft.row.row_index
         text = draft.text or (draft.context if draft.context is not None else draft.targets[0])
         kept = text if self._keeps_text and isinstance(text, str) else None
-        if isinstance(scored, RowError):
-            return Prompt(index, [], kept, scored)
-        if (error := self._wrong_ids([*scored.spans, *scored.neutral], len(draft.images))) is not None:
-            return Prompt(index, [], kept, error)
+        try:
+            scored = self._scored(draft, encoded, max_model_len)
+            self._check_spans([*scored.spans, *scored.neutral], len(draft.images))
+        except RowFailed as failed:
+            return Prompt(index, [], kept, failed.error)
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
         place, answer_error = (None, answer) if isinstance(answer, str) else (answer, None)
@@ -352,14 +342,20 @@ class ScorePrompts(PromptBuilder):
         )
 
 
-def _choices(row: Row, column: str) -> list[Any] | RowError:
-    choices = take_list(row.values, column, "texts", null="null_choices")
-    return choices or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
-
-
-def _text_error(text: object, name: str) -> RowError | None:
+def _scored_text(text: Any, name: str) -> str:
+    """The text. Raises RowFailed if it cannot be scored. name: of the text, in the message."""
     if not isinstance(text, str):
-        return RowError("wrong_type", f"got {name_type(text)} in {name}; expected text")
+        raise RowFailed("wrong_type", f"got {name_type(text)} in {name}; expected text")
     if not text:
-        return RowError("empty_continuation", f"{name} is an empty string; nothing can be scored")
-    return unicode_error(text, name)
+        raise RowFailed("empty_continuation", f"{name} is an empty string; nothing can be scored")
+    check_unicode(text, name)
+    return text
+
+
+@contextlib.contextmanager
+def _naming_neutral() -> Iterator[None]:
+    """Name `score.neutral` in what is raised in the block."""
+    try:
+        yield
+    except RowFailed as failed:
+        raise RowFailed(failed.error.error_type, f"score.neutral: {failed.error.error_message}") from failed

@@ -12,12 +12,12 @@ from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     EMBEDDINGS_URL,
     LineReader,
-    Refused,
     are_ids,
     show,
     take_flags,
     take_template_kwargs,
     take_truncation,
+    unsupported,
 )
 from batchinf.prompts.openai.requests import BatchRequest
 from batchinf.records import Prompt
@@ -41,13 +41,13 @@ class EmbeddingReader(LineReader[BatchRequest]):
         self._pooling = pooling_of(spec)
         self._adds_generation_prompt = spec.input.add_generation_prompt
 
-    def _read(self, values: Mapping[str, object]) -> BatchRequest:
+    def read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
         flags = take_flags(body, _FLAGS)
         adds = flags.pop("add_special_tokens", None)
         encoding = body.pop("encoding_format", "float")
         if encoding not in _ENCODINGS:
-            raise Refused(f"body.encoding_format: got {show(encoding)}; must be {' or '.join(_ENCODINGS)}")
+            raise unsupported(f"body.encoding_format: got {show(encoding)}; must be {' or '.join(_ENCODINGS)}")
         dimensions = self._dimensions(body.pop("dimensions", None))
         truncation = take_truncation(body)
         inputs = self._inputs(body, flags)
@@ -67,7 +67,7 @@ class EmbeddingReader(LineReader[BatchRequest]):
             return None
         if type(number) is not int or number < 1 or (width is not None and number > width):
             most = "" if width is None else f", at most {width}"
-            raise Refused(f"body.dimensions: got {show(number)}; must be a whole number, at least 1{most}")
+            raise unsupported(f"body.dimensions: got {show(number)}; must be a whole number, at least 1{most}")
         return number
 
     def _inputs(self, body: dict[str, Any], flags: Mapping[str, bool]) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class EmbeddingReader(LineReader[BatchRequest]):
         name = "messages" if "messages" in body else "input"
         value = body.pop(name, None)
         if "input" in body:
-            raise Refused("body.input: given beside body.messages; give one of them")
+            raise unsupported("body.input: given beside body.messages; give one of them")
         items = _some_items(name, value)
         is_text = isinstance(items[0], str)
         if not is_text and not are_ids(items[0]):
@@ -83,35 +83,35 @@ class EmbeddingReader(LineReader[BatchRequest]):
             return [{"messages": item, "chat": chat} for item in items]
         of_chats = {**flags, "chat_template_kwargs": body.pop("chat_template_kwargs", None)}
         if others := list(filter(of_chats.get, of_chats)):
-            raise Refused(f"body.{others[0]}: got it without a conversation; leave it out")
+            raise unsupported(f"body.{others[0]}: got it without a conversation; leave it out")
         return [{"text" if is_text else "token_ids": item} for item in items]
 
     def _chat(self, body: dict[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
         """The arguments of the chat template. As with vLLM's server, an assistant's turn is not begun by default."""
         kwargs = take_template_kwargs(body)
         if flags.get("add_generation_prompt") and flags.get("continue_final_message"):
-            raise Refused("body.add_generation_prompt: got true with continue_final_message; give one of them")
+            raise unsupported("body.add_generation_prompt: got true with continue_final_message; give one of them")
         default = {"add_generation_prompt": bool(self._adds_generation_prompt)}
         return {**default, **flags, "chat_template_kwargs": kwargs}
 
     def _check_others(self, body: Mapping[str, Any]) -> None:
-        """Raise Refused for a field that would change the output."""
+        """Raise RowFailed for a field that would change the output."""
         for name, value in body.items():
             if name == "use_activation":
                 of_job = self._pooling.normalize
                 if value is not of_job:
-                    raise Refused(f"body.{name}: got {show(value)}, but all rows have pooling.normalize {of_job}")
+                    raise unsupported(f"body.{name}: got {show(value)}, but all rows have pooling.normalize {of_job}")
             elif (why := objection(EMBEDDINGS_URL, name, value)) is not None:
-                raise Refused(f"body.{name}: {why}")
+                raise unsupported(f"body.{name}: {why}")
 
 
 def _some_items(name: str, value: object) -> list[Any]:
-    """The inputs of the field `input` or `messages`, all of one kind. Raises Refused."""
+    """The inputs of the field `input` or `messages`, all of one kind. Raises RowFailed."""
     items = _items(value)
     if items is None or (name == "messages" and not _is_conversation(items[0])):
         got = "an empty list" if value == [] else show(value)
         words = "a conversation, or a list of several" if name == "messages" else _INPUTS
-        raise Refused(f"body.{name}: got {got}; must be {words}")
+        raise unsupported(f"body.{name}: got {got}; must be {words}")
     return items
 
 

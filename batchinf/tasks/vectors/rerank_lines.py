@@ -5,21 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowFailed
 from batchinf.base.text import name_type
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     RERANK_URL,
     SCORE_URL,
     LineReader,
-    Refused,
     Truncation,
     show,
     take_template_kwargs,
     take_truncation,
-    valid,
+    unsupported,
 )
-from batchinf.prompts.renderer import take, take_list, unicode_error
+from batchinf.prompts.renderer import check_unicode, take, take_list
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
@@ -61,16 +60,13 @@ class RerankReader(LineReader[RerankRequest]):
         self._where = spec.input
         self._pooling = pooling_of(spec)
 
-    def read_row(self, row: Row) -> RerankRequest | RowError:
+    def read_row(self, row: Row) -> RerankRequest:
         """See `LineReader`. A row that is no line has its query and its documents in columns."""
         if self._where.is_batch_file:
             return super().read_row(row)
         if row.error is not None:
-            return RowError("unreadable", row.error)
-        try:
-            return _checked(self._columns(row.values))
-        except Refused as refused:
-            return refused.error
+            raise RowFailed("unreadable", row.error)
+        return _checked(self._columns(row.values))
 
     def _columns(self, values: Mapping[str, object]) -> RerankRequest:
         where = self._where
@@ -79,12 +75,12 @@ class RerankReader(LineReader[RerankRequest]):
         if where.document_column is not None:
             return RerankRequest([query], [_text(values, where.document_column, "null_document")], None)
         assert where.documents_column is not None
-        documents = valid(take_list(values, where.documents_column, "texts", kind=str, null="null_documents"))
+        documents = take_list(values, where.documents_column, "texts", kind=str, null="null_documents")
         if not documents:
-            raise Refused(f"column '{where.documents_column}' has an empty list", "no_documents")
+            raise RowFailed("no_documents", f"column '{where.documents_column}' has an empty list")
         return RerankRequest([query], documents, self._pooling.top_n or len(documents))
 
-    def _read(self, values: Mapping[str, object]) -> RerankRequest:
+    def read(self, values: Mapping[str, object]) -> RerankRequest:
         url, body = self.open(values)
         read = self._scores if url == SCORE_URL else self._ranking
         queries, documents, top_n = read(body)
@@ -103,7 +99,7 @@ class RerankReader(LineReader[RerankRequest]):
         )
         for name, value in body.items():
             if (why := objection(url, name, value)) is not None:
-                raise Refused(f"body.{name}: {why}")
+                raise unsupported(f"body.{name}: {why}")
         return _checked(request)
 
     def _scores(self, body: dict[str, Any]) -> tuple[list[str], list[str], None]:
@@ -111,20 +107,20 @@ class RerankReader(LineReader[RerankRequest]):
         queries, documents = (_line_texts(f"body.{name}", body.pop(name)) for name in names)
         if len(queries) not in (1, len(documents)):
             got = f"got {len(queries)} texts in {names[0]} and {len(documents)} in {names[1]}"
-            raise Refused(f"body: {got}; must be one in {names[0]}, or as many in both")
+            raise unsupported(f"body: {got}; must be one in {names[0]}, or as many in both")
         return queries, documents, None
 
     def _ranking(self, body: dict[str, Any]) -> tuple[list[str], list[str], int]:
         query = body.pop("query", None)
         if not isinstance(query, str):
-            raise Refused(f"body.query: got {show(query)}; must be text")
+            raise unsupported(f"body.query: got {show(query)}; must be text")
         documents = _line_texts("body.documents", body.pop("documents", None))
         top_n = _whole("top_n", body.pop("top_n", 0))  # 0 is vLLM's word for all
         return [query], documents, top_n or self._pooling.top_n or len(documents)
 
     def _activation(self, value: object) -> bool | None:
         if value is not None and not isinstance(value, bool):
-            raise Refused(f"body.use_activation: got {show(value)}; must be true or false")
+            raise unsupported(f"body.use_activation: got {show(value)}; must be true or false")
         # The cosine of two vectors does not change with their lengths.
         return None if self._pooling.score_type == BI_ENCODER else value
 
@@ -134,47 +130,47 @@ class RerankReader(LineReader[RerankRequest]):
         if "instruction" in body:
             kwargs = {"instruction": body.pop("instruction"), **kwargs}
         if kwargs and self._where.chat_template is None:
-            raise Refused(f"body.{given}: got it, but the job has no input.chat_template, which would use it")
+            raise unsupported(f"body.{given}: got it, but the job has no input.chat_template, which would use it")
         return kwargs
 
 
 def _sides_of(body: Mapping[str, object]) -> tuple[str, str]:
-    """The names of the two sides that a body has. Raises Refused."""
+    """The names of the two sides that a body has. Raises RowFailed."""
     given = {name for names in _SIDES for name in names if name in body}
     names = next((names for names in _SIDES if given == {*names}), None)
     if names is None:
         got = ", ".join(sorted(given)) or "neither"
-        raise Refused(f"body: got {got}; must have {' or '.join(' and '.join(names) for names in _SIDES)}")
+        raise unsupported(f"body: got {got}; must have {' or '.join(' and '.join(names) for names in _SIDES)}")
     return names
 
 
 def _whole(name: str, value: object) -> int:
     if type(value) is not int or value < 0:
-        raise Refused(f"body.{name}: got {show(value)}; must be a whole number, at least 0")
+        raise unsupported(f"body.{name}: got {show(value)}; must be a whole number, at least 0")
     return value
 
 
 def _line_texts(name: str, value: object) -> list[str]:
-    """One text or several. Raises Refused."""
+    """One text or several. Raises RowFailed."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
         return texts
     got = "an empty list" if texts == [] else show(value)
-    raise Refused(f"{name}: got {got}; must be one text, or a list of texts")
+    raise unsupported(f"{name}: got {got}; must be one text, or a list of texts")
 
 
 def _text(values: Mapping[str, object], column: str, null: str) -> str:
-    value = valid(take(values, column, null))
+    value = take(values, column, null)
     if not isinstance(value, str):
-        raise Refused(f"got {name_type(value)} in column '{column}'; expected a string", "wrong_type")
+        raise RowFailed("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
     return value
 
 
 def _checked(request: RerankRequest) -> RerankRequest:
-    """The request, whose texts are valid Unicode. Raises Refused."""
+    """The request, whose texts are valid Unicode. Raises RowFailed."""
     for name, texts in (("query", request.queries), ("document", request.documents)):
         for place, text in enumerate(texts):
-            valid(unicode_error(text, name_of(name, place, texts)))
+            check_unicode(text, name_of(name, place, texts))
     return request
 
 

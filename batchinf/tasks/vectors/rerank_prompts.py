@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
-from batchinf.prompts.openai.lines import Refused, Truncation, valid
+from batchinf.prompts.openai.lines import Truncation, unsupported
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -84,14 +84,14 @@ class RerankPrompts(PromptBuilder):
 
     def _read(self, row: Row, max_model_len: int | None) -> _Draft | RowError:
         try:
-            request = valid(self._reader.read_row(row))
+            request = self._reader.read_row(row)
             _check_limits(request, max_model_len)
             return _Draft(request, self._inputs(request, max_model_len))
-        except Refused as refused:
-            return refused.error
+        except RowFailed as failed:
+            return failed.error
 
     def _inputs(self, request: RerankRequest, max_model_len: int | None) -> list[Input]:
-        """The pairs of a cross-encoder, or the single texts of a bi-encoder. Raises Refused."""
+        """The pairs of a cross-encoder, or the single texts of a bi-encoder. Raises RowFailed."""
         sides = ((request.queries, request.max_tokens_per_query), (request.documents, request.max_tokens_per_doc))
         side = self._side_of(request)
         queries, documents = (
@@ -103,15 +103,15 @@ class RerankPrompts(PromptBuilder):
         return [self._joined(pair, request) for pair in pairs]
 
     def _joined(self, pair: tuple[str, str], request: RerankRequest) -> Input:
-        """A query and a document by the template, or as vLLM tokenises a pair. Raises Refused."""
+        """A query and a document by the template, or as vLLM tokenises a pair. Raises RowFailed."""
         if self._template is not None:
             messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
-            return valid(self._template.render(messages, add_generation_prompt=False, **request.template_kwargs))
+            return self._template.render(messages, add_generation_prompt=False, **request.template_kwargs)
         # transformers' tokenizers take an empty second text for none.
         return pair if self._has_separator and pair[1] else "".join(pair)
 
     def _limited(self, text: str, num_tokens: int, side: Side, max_model_len: int | None) -> str:
-        """The text with at most `num_tokens`; 0: any number. Raises Refused.
+        """The text with at most `num_tokens`; 0: any number. Raises RowFailed.
 
         Of a text that is far too long, a piece that is too long, which decides the outcome as the whole. side: the side
         of a prompt that is cut.
@@ -120,7 +120,7 @@ class RerankPrompts(PromptBuilder):
             text = self._cutter.cut(text, num_tokens, "right") if num_tokens else text
             probed = None if max_model_len is None else self._encoder.probe(text, enough_tokens(max_model_len), side)
         except ValueError as error:
-            raise Refused(f"the tokenizer failed: {error}", "tokenizer_error") from None
+            raise RowFailed("tokenizer_error", f"the tokenizer failed: {error}") from None
         if probed is None:
             return text
         return text[: probed[1]] if side == "right" else text[-probed[1] :]
@@ -154,8 +154,8 @@ class RerankPrompts(PromptBuilder):
         for place, encoding in enumerate(encodings):
             try:
                 encoded.append(self._fitted(encoding, request, max_model_len))
-            except Refused as refused:
-                error = self._named(refused.error, request, place)
+            except RowFailed as failed:
+                error = self._named(failed.error, request, place)
                 return Prompt(row.row_index, [], None, error, request=request.form)
         inputs = tuple(each.ids for each in encoded)
         text = "\n".join(show(self._tokenizer, ids) for ids in inputs) if self._keeps_text else None
@@ -199,9 +199,11 @@ class RerankPrompts(PromptBuilder):
     def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded:
         """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them.
 
-        Raises Refused if the engine cannot take them.
+        Raises RowFailed if the engine cannot take them.
         """
-        ids: list[int] = valid(encoding).ids
+        if isinstance(encoding, RowError):
+            raise RowFailed(encoding.error_type, encoding.error_message)
+        ids: list[int] = encoding.ids
         room = self._room(request.truncation, max_model_len)
         kept: Sequence[int] = range(len(ids))
         is_cut = False
@@ -210,7 +212,9 @@ class RerankPrompts(PromptBuilder):
             is_cut = True
         types: list[int] = encoding.type_ids if self._has_types else [0] * len(ids)
         type_start = _type_start([types[place] for place in kept])
-        return _Encoded(valid(self._check_ids([ids[place] for place in kept], max_model_len)), type_start, is_cut)
+        kept_ids = [ids[place] for place in kept]
+        self._check_ids(kept_ids, max_model_len)
+        return _Encoded(kept_ids, type_start, is_cut)
 
     def _room(self, truncation: Truncation | None, max_model_len: int | None) -> int | None:
         """The most tokens of a prompt, which is cut to them; None: it is not cut, or they are not known yet."""
@@ -218,11 +222,11 @@ class RerankPrompts(PromptBuilder):
             return None if self._side is None else max_model_len
         if max_model_len is not None and truncation.num_tokens > max_model_len:
             got = f"got {truncation.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
-            raise Refused(f"body.truncate_prompt_tokens: {got}")
+            raise unsupported(f"body.truncate_prompt_tokens: {got}")
         return max_model_len if truncation.num_tokens < 0 else truncation.num_tokens
 
     def _places(self, encoding: Any, room: int, request: RerankRequest) -> Sequence[int]:
-        """The places of the tokens that stay in this room. Raises Refused."""
+        """The places of the tokens that stay in this room. Raises RowFailed."""
         side = self._side_of(request)
         if request.truncation is not None and request.truncation.side is not None:
             # vLLM cuts the plain ids, with the special tokens there.
@@ -236,45 +240,46 @@ class RerankPrompts(PromptBuilder):
 
     def _draft(self, row: Row, max_model_len: int | None) -> Draft:
         """The query and all documents as one text, for outlines and previews."""
-        request = self._reader.read_row(row)
-        if isinstance(request, RowError):
-            return Draft(None, request)
+        try:
+            request = self._reader.read_row(row)
+        except RowFailed as failed:
+            return Draft(None, failed.error)
         return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder)
 
 
 def _check_limits(request: RerankRequest, max_model_len: int | None) -> None:
-    """Raise Refused for a request whose limits are not below the engine's length, as with vLLM's server."""
+    """Raise RowFailed for a request whose limits are not below the engine's length, as with vLLM's server."""
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         number = getattr(request, name)
         if max_model_len is not None and number >= max_model_len:
-            raise Refused(f"body.{name}: got {number:,}; must be below max_model_len {max_model_len:,}")
+            raise unsupported(f"body.{name}: got {number:,}; must be below max_model_len {max_model_len:,}")
 
 
 def _type_start(types: Sequence[int]) -> int | None:
-    """See `Request.token_type_start`. types: of the tokens of an input. Raises Refused."""
+    """See `Request.token_type_start`. types: of the tokens of an input. Raises RowFailed."""
     start = bisect.bisect_left(types, 1)
     if types != [0] * start + [1] * (len(types) - start):
         words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
-        raise Refused(words, "tokenizer_error")
+        raise RowFailed("tokenizer_error", words)
     return start if start < len(types) else None  # all belong to the query, or the tokenizer has no types
 
 
 def _kept(sequence_ids: Sequence[int | None], room: int, side: Side, *, only_second: bool) -> Sequence[int]:
     """The places of the tokens that stay: all special tokens, and `room` in all. As the tokenizers library cuts.
 
-    sequence_ids: of each token, 0 for the first text, 1 for the second, None for special tokens. Raises Refused.
+    sequence_ids: of each token, 0 for the first text, 1 for the second, None for special tokens. Raises RowFailed.
     """
     counts = [sequence_ids.count(0), sequence_ids.count(1)]
     room_of_texts = room - (len(sequence_ids) - sum(counts))
     if room_of_texts < 1:
         words = f"got {room:,} tokens for a prompt, which leaves no room beside the special tokens"
-        raise Refused(words, "prompt_too_long")
+        raise RowFailed("prompt_too_long", words)
     limits = longest_first(counts[0], counts[1], room_of_texts)
     if only_second:
         limits = (counts[0], room_of_texts - counts[0])
         if limits[1] < 1:
             words = f"the query has {counts[0]:,} tokens, which leaves no room for the document in {room_of_texts:,}"
-            raise Refused(words, "prompt_too_long")
+            raise RowFailed("prompt_too_long", words)
     kept = [place for place, sequence in enumerate(sequence_ids) if sequence is None]
     for sequence, limit in enumerate(limits):
         its = [place for place, of in enumerate(sequence_ids) if of == sequence]
