@@ -357,17 +357,15 @@ def _make_adapters() -> None:
     storage, lines, channel = (sys.modules[f"batchinf.{name}"] for name in names)
     others = {
         "base.slices": ["Cut"],
-        "fleet.sharing.quarantine": ["Case"],
         "fleet.status": ["JobStatus", "_Sample"],
         "manifest.lock": ["Holder"],
-        "manifest.lines": ["Extent", "Part", "StartedReplica"],
+        "manifest.events": ["EventLine"],
+        "manifest.lines": ["Extent", "Part"],
         "output.parts": ["PartCounts"],
     }
     named = [getattr(sys.modules[f"batchinf.{module}"], name) for module, names in others.items() for name in names]
     for record in [*lines._RECORDS.values(), *channel._KINDS.values(), *named]:
         storage.adapter(record)
-    for name in lines._FIELDS:
-        lines._event_model(name)
 
 
 def _draw(vocab_size: int = 1536, k: int = 2) -> None:
