@@ -357,6 +357,7 @@ def _make_adapters() -> None:
     storage, lines, channel = (sys.modules[f"batchinf.{name}"] for name in names)
     others = {
         "base.slices": ["Cut"],
+        "fleet.sharing.quarantine": ["Case"],
         "fleet.status": ["JobStatus", "_Sample"],
         "manifest.lock": ["Holder"],
         "manifest.events": ["EventLine"],

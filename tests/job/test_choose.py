@@ -253,7 +253,7 @@ def write_done(out: pathlib.Path, ids: pa.Array) -> None:
     folder = Folder(out)
     folder.make("manifest", "parts")
     manifest = Manifest(folder, 1)
-    manifest.header(header_of())
+    manifest.record(header_of())
     manifest.extent(Extent(0, 2, 1, 0, 0, 2), "input")
     for shard in range(2):
         own = ids[shard::2]
