@@ -4,8 +4,9 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from batchinf.base.storage import Folder
 from batchinf.output.journal import place_of
 
 
@@ -19,6 +20,25 @@ class Piece:
     """Place of the first byte in the segment."""
     num_bytes: int
     """Of the whole segment."""
+
+
+class Unsent(NamedTuple):
+    """A segment of which the bucket does not have all bytes. Sorted by age."""
+
+    written_at_ns: int
+    name: str
+    num_bytes: int
+    num_sent: int
+
+    @property
+    def num_left(self) -> int:
+        return self.num_bytes - self.num_sent
+
+    def read(self, folder: Folder, most_bytes: int) -> Piece:
+        """The next bytes to send."""
+        with folder.path(f"journal/{self.name}").open("rb") as file:
+            file.seek(self.num_sent)
+            return Piece(self.name, file.read(min(most_bytes, self.num_left)), self.num_sent, self.num_bytes)
 
 
 def bundled(pieces: Sequence[Piece]) -> bytes:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket, Listed, together
@@ -46,7 +46,7 @@ from batchinf.manifest.names import (
     staging_name,
 )
 from batchinf.manifest.state import State, read_beginning, read_state
-from batchinf.output.bundles import Piece, bundled, unbundled, whole_segments
+from batchinf.output.bundles import Piece, Unsent, bundled, unbundled, whole_segments
 from batchinf.output.journal import num_results, place_of
 from batchinf.output.restore import fetch_selection, restore_events
 from batchinf.output.ticks import next_upload_at
@@ -70,25 +70,6 @@ _LAST_PATIENCE_S = 5.0
 _LAST_S = 1.0  # that there is in any case
 _VERSIONS = "source/versions"
 _Item = TypeVar("_Item")
-
-
-class _Unsent(NamedTuple):
-    """A segment of which the bucket does not have all bytes. Sorted by age."""
-
-    written_at_ns: int
-    name: str
-    num_bytes: int
-    num_sent: int
-
-    @property
-    def num_left(self) -> int:
-        return self.num_bytes - self.num_sent
-
-    def read(self, folder: Folder, most_bytes: int) -> Piece:
-        """The next bytes to send."""
-        with folder.path(f"journal/{self.name}").open("rb") as file:
-            file.seek(self.num_sent)
-            return Piece(self.name, file.read(min(most_bytes, self.num_left)), self.num_sent, self.num_bytes)
 
 
 class Mirror:
@@ -530,7 +511,7 @@ class Mirror:
             _finish(partial(self._delete_bundle, bundle) for bundle in dropped)
             return bool(pieces) and self._num_unsent_bytes > 0
 
-    def _unsent(self) -> list[_Unsent]:
+    def _unsent(self) -> list[Unsent]:
         """The segments that are to be sent, the oldest first."""
         unsent = []
         for name in self._folder.list("journal"):
@@ -538,7 +519,7 @@ class Mirror:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = self._folder.path(f"journal/{name}").stat()
-                unsent.append(_Unsent(status.st_mtime_ns, name, status.st_size, self._num_sent.get(name, 0)))
+                unsent.append(Unsent(status.st_mtime_ns, name, status.st_size, self._num_sent.get(name, 0)))
         return sorted(unsent)
 
     def _delete_bundle(self, bundle: str) -> None:
