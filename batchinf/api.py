@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import check_caches, check_is_here
+from batchinf.base.paths import check_caches, check_is_here
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
@@ -32,7 +32,7 @@ from batchinf.commands.validate.findings import ValidateFinding, ValidateReport
 from batchinf.commands.validate.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
-from batchinf.coordinator.epoch import run_job
+from batchinf.coordinator.run import run_job
 from batchinf.engines.installed import check_sampling_fields, check_structures_config, engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
@@ -280,7 +280,7 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
         check_engine_arguments(file, engine_argument_names())
         check_sampling_fields(file)
     check_structures_config(file)
-    return SpecFile(file.spec, file.places, file.path, slice)
+    return SpecFile(file.spec, file.locations, file.path, slice)
 
 
 class _Display(ProgressDisplay):

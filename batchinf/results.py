@@ -33,7 +33,7 @@ from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.text import counted
 from batchinf.base.votes import PassAtK, Vote, majority, pass_at_k
 from batchinf.manifest.look import Look
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
 from batchinf.records import PartCounts
 from batchinf.spec.file import list_of

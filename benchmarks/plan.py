@@ -25,8 +25,8 @@ import batchinf.tasks.registry  # it adds the tasks to the spec
 from batchinf.base.storage import Folder
 from batchinf.fleet.launcher import choose_backend
 from batchinf.manifest.events import read_events
-from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of
+from batchinf.model.model import resolve
 from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import GPUS, Gpu, gpu_like
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
 from batchinf.coordinator.begin import new_header
-from batchinf.coordinator.epoch import FOLDERS
+from batchinf.coordinator.run import FOLDERS
 from batchinf.job.choose import consecutive
 from batchinf.job.job import Job
 from batchinf.job.open import open_job

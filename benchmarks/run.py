@@ -45,8 +45,8 @@ from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.local.devices import visible_devices
 from batchinf.fleet.local.environment import engine_environment
-from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
+from batchinf.model.model import resolve
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import read_spec
 from batchinf.tasks.registry import task_of  # it also adds the tasks to the spec

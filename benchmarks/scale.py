@@ -33,7 +33,7 @@ from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.epoch import run_job
+from batchinf.coordinator.run import run_job
 from batchinf.fleet.backend import DeviceWatch, Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import LocalBackend
@@ -326,7 +326,7 @@ class SimulatedBackend(LocalBackend):
     def devices(self) -> tuple[str, ...]:
         return ()
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         assert spec.parallel.data_parallel_size != "auto"
         return [Slot(number, (), ()) for number in range(spec.parallel.data_parallel_size)]
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 from shapes import make_model, make_prompts
 
 from batchinf.base.storage import Folder
-from batchinf.coordinator.epoch import FOLDERS
+from batchinf.coordinator.run import FOLDERS
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer

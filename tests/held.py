@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from batchinf.commands.reference import Reference
 from batchinf.commands.verify import Deviations, expected_numbers, stored_numbers
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -26,7 +26,7 @@ from batchinf.commands.check import check_job
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.head import read_head
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.epoch import run_job
+from batchinf.coordinator.run import run_job
 from batchinf.job.open import open_job_input, prepare_job
 from batchinf.job.repaired import repaired
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines

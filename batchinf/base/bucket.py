@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from batchinf.base.errors import OutputError
-from batchinf.base.places import bucket_and_prefix
+from batchinf.base.paths import bucket_and_prefix
 from batchinf.base.process import on_thread
 from batchinf.base.storage import create
 from batchinf.base.store_errors import NO_BUCKET, is_refused, no_credentials, one_line, remedy

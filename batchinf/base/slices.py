@@ -199,10 +199,10 @@ def read_files(out: str) -> dict[str, str]:
 def claim_whole(out: str, bucket: Bucket | None = None) -> None:
     """Make the output folder that of a whole job, durably. Raises OutputError if it holds slices."""
     write_cut(out, Cut(0), bucket)
-    check_place(out, None)
+    refuse_other_cut(out, None)
 
 
-def check_place(out: str, slice_: Slice | None) -> None:
+def refuse_other_cut(out: str, slice_: Slice | None) -> None:
     """Raise OutputError if an output folder holds a job that is cut differently. Writes nothing."""
     cut = _read_record(out)
     if slice_ is None and cut is not None and cut.num_slices:

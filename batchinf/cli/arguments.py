@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 from batchinf.base.errors import Interrupted, SpecError, UserError
-from batchinf.base.places import check_is_here, folder_name, is_bucket
+from batchinf.base.paths import check_is_here, folder_name, is_bucket
 from batchinf.base.stop_signals import StopAskedFor, request_name
 from batchinf.cli.hints import command_hint, option_hint
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import names_in

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.text import names_in, plain, to_json
 from batchinf.cli.arguments import (
     AsJson,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import open_part
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now

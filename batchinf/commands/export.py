@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.text import counted, list_names, one_line
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.dataset_card import card_of

@@ -15,8 +15,8 @@ from batchinf.base.errors import UserError
 from batchinf.base.text import error_message
 from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER, ADAPTER_CONFIG
-from batchinf.model.identity import Model
 from batchinf.model.lora import TENSOR_NAME, Adapter
+from batchinf.model.model import Model
 from batchinf.records import FloatArray, Int64Array
 from batchinf.tasks.base import Task
 

@@ -17,7 +17,7 @@ from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.coordinator.ending import Summary
 from batchinf.engines.installed import engine_argument_names, takes_text
 from batchinf.export.files import Files, check_target, local_stem
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.images import Placeholders

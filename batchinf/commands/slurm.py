@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jinja2
 
 from batchinf.base.errors import OutputError, SpecError, UserError
-from batchinf.base.slices import MAX_SLICES, Slice, check_place
+from batchinf.base.slices import MAX_SLICES, Slice, refuse_other_cut
 from batchinf.base.stop_signals import ENDING_S
 from batchinf.base.storage import reason, write_named
 from batchinf.base.text import clip
@@ -216,7 +216,7 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
         return None  # the nodes may have a key that this host does not have
     num_slices = options.num_slices
     try:
-        check_place(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))
+        refuse_other_cut(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))
     except OutputError as error:
         return f"{error}" if num_slices is None else f"--array {num_slices} runs slices. {error}"
     return None

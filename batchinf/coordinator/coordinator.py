@@ -24,9 +24,9 @@ from batchinf.base.errors import (
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.base.text import counted, list_names
+from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
-from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
@@ -42,7 +42,7 @@ from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
 from batchinf.output.replace import check_replaced, rows_of_other_images
 from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlace, Ready, Stop, Stopped, Tried
+from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlacement, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
 
@@ -97,7 +97,7 @@ class Coordinator:
         self._lock = self.epoch.lock
         self._mirror = self.epoch.mirror
         self._display = self.epoch.display
-        self._identity = self.epoch.identity
+        self._identity = self.epoch.content_gate
         self._assignment = Assignment(
             self.fleet,
             self.pending,
@@ -249,7 +249,7 @@ class Coordinator:
             self.job.folder.make("staging", "journal")
             self._note_ended(ended)
         self._judge()
-        self._end_without_place()
+        self._end_without_placement()
         if self.fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
         self._assign()
@@ -274,7 +274,7 @@ class Coordinator:
         """Do what follows from messages of replicas, but the commit of their parts. Returns the leases with a part."""
         closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
-        without_place: list[tuple[FleetReplica, NoPlace]] = []
+        without_placement: list[tuple[FleetReplica, NoPlacement]] = []
         stopped: list[FleetReplica] = []
         for replica, action in actions:
             match action:
@@ -291,14 +291,14 @@ class Coordinator:
                 case Ready():
                     ready.append((replica, action))
                     self._let_begin(replica, action)
-                case NoPlace():
-                    without_place.append((replica, action))
+                case NoPlacement():
+                    without_placement.append((replica, action))
                 case Tried(rows):
                     self.quarantine.survived(replica, rows)
                 case Stopped():
                     stopped.append(replica)
         self._say_ready(ready)
-        self._say_without_place(without_place)
+        self._say_without_placement(without_placement)
         self._take_last_figures(stopped)
         return closed
 
@@ -408,12 +408,12 @@ class Coordinator:
             room = f"; its KV cache holds {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
-    def _say_without_place(self, replicas: list[tuple[FleetReplica, NoPlace]]) -> None:
+    def _say_without_placement(self, replicas: list[tuple[FleetReplica, NoPlacement]]) -> None:
         if not replicas:
             return
         numbers = list_names(str(replica.number) for replica, _ in replicas)
         follows = "the other replicas go on, and it starts when a node joins"
-        if self.fleet.no_place_s(time.monotonic()) is not None:
+        if self.fleet.no_placement_s(time.monotonic()) is not None:
             follows = (
                 f"no replica can run; if no node joins, the job stops with exit code {Interrupted.exit_code} in "
                 f"{self._placement_timeout_s:g} s (ray.placement_timeout_s)"
@@ -421,9 +421,9 @@ class Coordinator:
         shortage = replicas[0][1].shortage
         self._display.say(f"warning: the nodes that are left cannot hold replica {numbers}: {shortage}; {follows}")
 
-    def _end_without_place(self) -> None:
+    def _end_without_placement(self) -> None:
         """Raise Interrupted if the nodes that are left could hold no replica for too long."""
-        waited_s = self.fleet.no_place_s(time.monotonic())
+        waited_s = self.fleet.no_placement_s(time.monotonic())
         if waited_s is not None and waited_s >= self._placement_timeout_s and not self._is_finished:
             raise Interrupted(
                 f"stopped: the nodes that are left could hold no replica for {self._placement_timeout_s:g} s "

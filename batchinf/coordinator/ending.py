@@ -147,7 +147,7 @@ def _retry_command(file: SpecFile) -> str:
     if not file.path.endswith((".yaml", ".yml")):
         return ""
     slice_ = [] if file.slice is None else ["--slice", str(file.slice)]
-    more = ", with the same --set" if any(place.startswith("--set") for place in file.places.values()) else ""
+    more = ", with the same --set" if any(place.startswith("--set") for place in file.locations.values()) else ""
     return shlex.join(["batchinf", "run", file.path, *slice_, "--retry", "errors"]) + more
 
 

@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from batchinf.base import faults
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.coordinator.begin import begin_job, check_extended, extend_job
+from batchinf.coordinator.content_gate import ContentGate
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.identity import IdentityGate
+from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.repair import RepairFile
 from batchinf.coordinator.retry import new_retry
@@ -38,7 +39,7 @@ from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
-from batchinf.job.open import open_input, placing
+from batchinf.job.open import naming_lines, open_input
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
 from batchinf.manifest.lines import Recovered
 from batchinf.manifest.lock import JobLock
@@ -56,7 +57,6 @@ from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt, StartedReplica
 from batchinf.schedule.positions import Choice, RunOrder
-from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import shard_at, total_rows
 
 _LOST_TO_NAME = 20
@@ -64,30 +64,6 @@ _POLL_S = 0.2
 _LOOK_EVERY_S = 1.0
 _LOOK_S = 1.0  # for a sample of the rows, while the engines start
 CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s or more"
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One start of a coordinator on a job, whose rows can run."""
-
-    job: Job
-    state: State
-    lock: JobLock
-    manifest: Manifest
-    replicas: Replicas
-    """They know their work. None runs if all shards are committed."""
-    identity: IdentityGate
-    """Lets replicas store results."""
-    times: EngineTimes
-    display: ProgressDisplay
-    retry: Predicate | None
-    """Chooses the rows of a retry to begin."""
-    overrides: Mapping[str, Any]
-    """The sampling of that retry."""
-    given: RepairFile | None = None
-    """The file from which it takes rows."""
-    mirror: Mirror | None = None
-    """Of a job in a bucket."""
 
 
 @contextlib.contextmanager
@@ -116,7 +92,7 @@ def start(
     before = prepared.state or read_beginning(prepared.folder)
     backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
-    with placing(prepared.file):
+    with naming_lines(prepared.file):
         replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
@@ -142,8 +118,8 @@ def start(
         choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
         state = _begun(prepared, job, check, choice=choice, manifest=manifest, replicas=replicas, display=display)
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
-        identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
-        identity.look(replicas.fleet)
+        gate = ContentGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
+        gate.look(replicas.fleet)
         manifest.commit()  # after the look, which may have made one commit of all
         faults.point("start.recovered")
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
@@ -159,7 +135,7 @@ def start(
             lock=lock,
             manifest=manifest,
             replicas=replicas,
-            identity=identity,
+            content_gate=gate,
             times=EngineTimes(),
             display=display,
             retry=retry,

@@ -10,7 +10,7 @@ from typing import IO
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import bucket_problem, check_is_here, is_bucket
+from batchinf.base.paths import bucket_problem, check_is_here, is_bucket
 
 STDOUT = "-"
 _OPTION = "-o"

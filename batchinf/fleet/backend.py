@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from batchinf.fleet.devices import DeviceLook, Slot
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
@@ -115,7 +115,7 @@ class Backend(Protocol):
     def device_size(self, device: str) -> tuple[int | None, str]:
         """A device's memory in bytes (None if unknown) and its model's name."""
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         """One slot for each replica of a job, numbered from 0. Raises SpecError if its degrees do not fit."""
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.engines.installed import vllm_version
-from batchinf.model.identity import Model
 from batchinf.model.image_tokens import image_tokens
 from batchinf.model.memory import GIB, Fit, default_limits
+from batchinf.model.model import Model
 from batchinf.planning.gpus import gpu_like
 from batchinf.planning.image_rows import ImagesOfRows
 from batchinf.spec.job import WHOLE_STEPS, JobSpec

@@ -335,10 +335,10 @@ class Fleet:
         """Whether every replica was given up."""
         return all(replica.is_given_up for replica in self.replicas)
 
-    def no_place_s(self, now: float) -> float | None:
+    def no_placement_s(self, now: float) -> float | None:
         """How long no host could hold any replica that is not given up; None if a replica runs or may start."""
         since = [
-            replica.current.no_place_since if replica.is_live else None
+            replica.current.no_placement_since if replica.is_live else None
             for replica in self.replicas
             if not replica.is_given_up
         ]

@@ -30,9 +30,9 @@ from batchinf.job.job import Job, PreparedJob, begun_at
 from batchinf.manifest.lines import EndedReplica, Lowered, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import fit_of
+from batchinf.model.model import Model, check_weights
 from batchinf.output.replace import retry_metadata
 from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
 from batchinf.planning.lengths import shared_share
@@ -87,7 +87,7 @@ class Launcher:
         model = job.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
-        slots = backend.place(spec)
+        slots = backend.slots_for(spec)
         # A hub id has no folder here.
         for line in backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None):
             say(line)
@@ -99,7 +99,7 @@ class Launcher:
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
             job = replace(job, spec=spec)
-            slots = backend.place(spec)
+            slots = backend.slots_for(spec)
         chosen = chosen_arguments(spec, fit, job.task, slots[0].sharers, shared_share=shared_share)
         if images is not None:
             chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})

@@ -11,9 +11,9 @@ from batchinf.base.errors import SpecError
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments
-from batchinf.job.open import placing
-from batchinf.model.identity import resolve
+from batchinf.job.open import naming_lines
 from batchinf.model.memory import Fit, fit_of, gib, share_of
+from batchinf.model.model import resolve
 from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
     Machine,
@@ -92,7 +92,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
         raise file.error("parallel", f"got auto, but the model's memory is not known ({unknown}); give the degrees")
     gpu = gpu_like(title, device_bytes)
     if gpu is not None:
-        with placing(file):
+        with naming_lines(file):
             _check_type(spec, fit, gpu)
     machine = Machine(gpu, num_devices, 1, share_of(spec.engine), *given_degrees(file.spec.parallel))
     work = work or assumed_work(task_of(spec), context)

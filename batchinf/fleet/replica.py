@@ -23,7 +23,7 @@ from batchinf.replica.messages import (
     LeaseBegun,
     LeaseDone,
     LeaseEvent,
-    NoPlace,
+    NoPlacement,
     Progress,
     Ready,
     Revoked,
@@ -81,7 +81,7 @@ class LeasesGivenBack:
     leases: Sequence[Lease]
 
 
-Action = NoPlace | Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
+Action = NoPlacement | Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
 """What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
 
 
@@ -177,7 +177,7 @@ class IncarnationState:
     failed: Failed | None = None
     failed_at: float = 0.0
     stopped_at: float | None = None
-    no_place_since: float | None = None
+    no_placement_since: float | None = None
     """Since when no host can hold it; None if one can."""
 
 
@@ -346,10 +346,10 @@ class FleetReplica:
                 self.state = name
                 self.host = host or self.host
                 self.start_detail = ""
-                current.no_place_since = None
-            case NoPlace():
+                current.no_placement_since = None
+            case NoPlacement():
                 self.state = "waiting for a node"
-                current.no_place_since = now
+                current.no_placement_since = now
                 return event
             case Ready(info):
                 self.state = "running"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.slices import Cut, check_place, read_cut, write_cut
+from batchinf.base.slices import Cut, read_cut, refuse_other_cut, write_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
 from batchinf.job.job import Job, PreparedJob
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import State
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.source.rows import NewRows
 from batchinf.spec.job import JobSpec, fields, fingerprint
 
@@ -96,7 +96,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
     """
     assert job.slice is not None
     out = job.spec.output.folder
-    check_place(out, job.slice)
+    refuse_other_cut(out, job.slice)
     cut = write_cut(
         out,
         Cut(
@@ -120,7 +120,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
 def check_cut(job: Job) -> None:
     """Raise DriftError if the other slices of the output folder began as another job."""
     out = job.spec.output.folder
-    check_place(out, job.slice)
+    refuse_other_cut(out, job.slice)
     identity = _identity_of_all(job)
     cut = read_cut(out)
     if cut is not None and cut.identity != identity:

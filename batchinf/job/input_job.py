@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from batchinf.base.errors import InputError, SpecError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.slices import JobFolder, read_cut
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import published_file

@@ -11,8 +11,8 @@ from batchinf.base.slices import Slice, read_cut
 from batchinf.base.storage import Folder
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
-from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter, lora_identity
+from batchinf.model.model import Model
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.rows import NewRows, Source

@@ -13,7 +13,7 @@ from batchinf.base.storage import Folder
 from batchinf.job.choose import Say, choose
 from batchinf.job.job import Job, PreparedJob, max_model_len
 from batchinf.job.open import open_input, with_length
-from batchinf.model.identity import Model, text_section
+from batchinf.model.model import Model, text_section
 from batchinf.records import Int64Array, Prompt
 from batchinf.spec.job import JobSpec
 

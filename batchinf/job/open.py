@@ -21,8 +21,8 @@ from batchinf.job.forms import form_of_input, refuse_unused, unused_fields
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
-from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import refuse_head, resolve_adapters
+from batchinf.model.model import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
@@ -70,7 +70,7 @@ def open_job(
 
 
 @contextlib.contextmanager
-def placing(file: SpecFile) -> Iterator[None]:
+def naming_lines(file: SpecFile) -> Iterator[None]:
     """If a SpecError begins with a field's name, add the field's line and column. The same for NoInputError."""
     try:
         yield
@@ -88,7 +88,7 @@ def placing(file: SpecFile) -> Iterator[None]:
 
 def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refuse") -> PreparedJob:
     """Resolve model and sampling; check all that does not depend on the input. state: of the job to resume."""
-    with placing(file):
+    with naming_lines(file):
         _check_output_apart(file.spec)
         file = _with_rules(file, state)
         began_as = _began_as(file, state)
@@ -308,7 +308,7 @@ def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
     """The new job, checked against the first rows of its input; without rows, it is returned as it is."""
     file = prepared.file
     where = file.spec.input.where
-    with placing(file):
+    with naming_lines(file):
         rows = first_rows(location_of(file.spec))
     if rows is None:
         return prepared
@@ -327,7 +327,7 @@ def over_rows(prepared: PreparedJob, rows: Sequence[Mapping[str, object]]) -> Pr
     """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
     if not any(rows):  # none of them can be read; later ones may be
         return prepared
-    with placing(prepared.file):
+    with naming_lines(prepared.file):
         prepared = _with_columns(prepared, {name: None for row in rows for name in row})
         _check_lines(prepared.spec, prepared.task, rows)
         return prepared
@@ -374,7 +374,7 @@ def open_input(
     """
     file = prepared.file
     state = prepared.state
-    with placing(file), contextlib.ExitStack() as at_error:
+    with naming_lines(file), contextlib.ExitStack() as at_error:
         folder = cache or source_folder(prepared.folder, file.slice)
         with refusing_other_job(prepared.folder, prepared.spec, prepared.model, state):
             source = open_job_input(prepared.spec, folder, _taken(file, state), prepared.new, say=say)

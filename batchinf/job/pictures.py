@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchinf.base.errors import RowFailed
-from batchinf.base.places import shown_url
+from batchinf.base.paths import shown_url
 from batchinf.base.text import clip, size_text
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job

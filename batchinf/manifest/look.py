@@ -19,7 +19,7 @@ from typing import overload
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
-from batchinf.base.places import LARGE_BYTES, bucket_problem, folder_name, is_bucket, user_cache
+from batchinf.base.paths import LARGE_BYTES, bucket_problem, folder_name, is_bucket, user_cache
 from batchinf.base.slices import CUT_RECORD, JobFolder, job_folders
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
-from batchinf.base.places import user_cache
+from batchinf.base.paths import user_cache
 from batchinf.base.process import NoAnswerError, Question
 from batchinf.model import files as model_files
 

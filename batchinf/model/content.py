@@ -15,13 +15,13 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, ModelError
-from batchinf.base.places import user_cache
+from batchinf.base.paths import user_cache
 from batchinf.base.storage import decode_record, disk_error, encode_record
 from batchinf.base.text import counted
 from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER_CONFIG
-from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter, adapter_places
+from batchinf.model.model import Model
 from batchinf.spec.job import ModelSpec
 
 # Size, times of the last change of content and of inode, in nanoseconds, and inode number.

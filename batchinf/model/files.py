@@ -222,7 +222,7 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelFolder:
     """Where a model, a tokenizer or an adapter is: a folder of the user, or a commit in the hub's cache."""
 
     name: str
@@ -277,27 +277,27 @@ def _check_id(field: str, name: str) -> None:
         raise ModelError(f"{field}: '{name}' is neither a folder here nor a Hugging Face id (org/name)") from error
 
 
-def find(field: str, name: str, revision: str | None, load_format: str) -> Place:
+def find(field: str, name: str, revision: str | None, load_format: str) -> ModelFolder:
     """The folder of this name or, for a hub id, the commit of `revision`: by the hub's answer, else by the cache.
 
     The hub is not asked about a commit hash whose cached folder has all weights of `load_format`. field: of the spec,
     for messages. Raises ModelError.
     """
     if (folder := _local_folder(field, name, load_format)) is not None:
-        return Place(name, folder)
+        return ModelFolder(name, folder)
     from huggingface_hub import errors
 
     _check_id(field, name)
     cached = _cached(name, revision)
     if cached is not None and cached.name == revision and not weight_problems(cached, load_format):
-        return Place(name, cached, cached.name)
+        return ModelFolder(name, cached, cached.name)
     try:
         fetched = _fetch_small_files(name, revision)
     except (OSError, errors.HTTPError, ValueError) as error:  # type: ignore[attr-defined]
         if cached is None:
             raise ModelError(f"{field}: {_why_not(name, revision, error)}") from error
-        return Place(name, cached, cached.name)
-    return Place(name, fetched, fetched.name, is_online=True)
+        return ModelFolder(name, cached, cached.name)
+    return ModelFolder(name, fetched, fetched.name, is_online=True)
 
 
 def fetch(field: str, name: str, commit: str, patterns: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from batchinf.base.errors import ModelError
 from batchinf.base.text import one_line, shorten
 from batchinf.model.answers import answer_of, kept_file, print_answer
 from batchinf.model.files import CONFIG_FILES, PROCESSOR_FILES, TOKENIZER_FILES
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 
 _VERSION = 1  # of the kept answers
 _WHAT = "the tokens of images could not be counted"

@@ -9,8 +9,8 @@ from typing import Any
 
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
-from batchinf.model.files import ADAPTER, ADAPTER_CONFIG, Place
-from batchinf.model.identity import Model, commit_of, text_section
+from batchinf.model.files import ADAPTER, ADAPTER_CONFIG, ModelFolder
+from batchinf.model.model import Model, commit_of, text_section
 from batchinf.model.parameters import OTHER_MODELS
 from batchinf.spec.job import JobSpec, ModelSpec
 
@@ -137,7 +137,7 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
                 yield Half(tensor, match["module"], match["half"], tuple(described["shape"]))
 
 
-def _locate(what: str, name: str, began_as: str) -> Place:
+def _locate(what: str, name: str, began_as: str) -> ModelFolder:
     """name: of a folder or a hub id. began_as: the fingerprint that a job began with."""
     field = what.removesuffix(": ")
     place = model_files.find(field, name, commit_of(name, began_as), ADAPTER)

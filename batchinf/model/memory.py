@@ -18,7 +18,7 @@ from batchinf.model.cache import (
     kv_cache_of,
     pool_of,
 )
-from batchinf.model.identity import Model, text_section
+from batchinf.model.model import Model, text_section
 from batchinf.model.parameters import Part, Tensor, described, stored
 from batchinf.model.splits import Split, splits_of, why_not_split
 from batchinf.model.weights import (

@@ -12,7 +12,7 @@ import numpy as np
 from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts.chat import GIVEN, Message, own_templates, read_messages, variables
 from batchinf.prompts.encoder import Encoder, check_tokenizer, load_tokenizer
 from batchinf.prompts.images import empty_columns

@@ -21,7 +21,7 @@ from fsspec.asyn import get_loop
 from yarl import URL
 
 from batchinf.base.errors import RowFailed
-from batchinf.base.places import shown_url
+from batchinf.base.paths import shown_url
 from batchinf.base.text import clip, counted, one_line
 from batchinf.prompts.url_cache import UrlCache, cached
 from batchinf.spec.images import ImageSettings

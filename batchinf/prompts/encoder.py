@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import describe_error, error_message, shorten
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.source.files import grouped
 
 SECOND_BOS_COLUMN = "has_second_bos"  # a column of results in the journal, not of the output

@@ -24,7 +24,7 @@ from urllib.parse import unquote_to_bytes
 
 from batchinf.base.bucket import Bucket, ObjectTooLargeError, StoreError
 from batchinf.base.errors import RowFailed
-from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_bucket_url
+from batchinf.base.paths import is_bucket, normal_bucket_url, shown_url, split_bucket_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
 from batchinf.prompts.url_cache import UrlCache, cached

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, name_type
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts.chat import own_templates
 from batchinf.records import Tools
 from batchinf.spec.job import ModelSpec

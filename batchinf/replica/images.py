@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import DriftError, RowError, RowFailed
 from batchinf.base.parquet import open_part
-from batchinf.base.places import is_http, shown_url
+from batchinf.base.paths import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.output.open_lease import KnownImages, OpenLease

@@ -119,7 +119,7 @@ class StartPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class NoPlace:
+class NoPlacement:
     """From the backend: no host that is left can hold the replica, which waits for one. `StartPhase` ends that."""
 
     shortage: str
@@ -220,7 +220,7 @@ class Stopped:
 
 
 LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried
-Event = StartPhase | NoPlace | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlacement | Ready | Progress | LeaseEvent | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import BatchinfError, OutputError, UserError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken, utc_now

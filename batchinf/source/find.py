@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
-from batchinf.base.places import folder_problem, is_bucket
+from batchinf.base.paths import folder_problem, is_bucket
 from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat

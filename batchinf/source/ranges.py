@@ -20,7 +20,7 @@ import xxhash
 from batchinf.base.bucket import Bucket, Object, StoreError
 from batchinf.base.errors import InputError
 from batchinf.base.parquet import absolute
-from batchinf.base.places import split_bucket_url
+from batchinf.base.paths import split_bucket_url
 from batchinf.base.storage import Folder
 from batchinf.source.digests import DigestedFile, changed
 from batchinf.source.files import InputFile, grouped

@@ -8,7 +8,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.base.places import LARGE_BYTES
+from batchinf.base.paths import LARGE_BYTES
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text

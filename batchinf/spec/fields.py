@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from batchinf.base.places import elsewhere, shown_url
+from batchinf.base.paths import elsewhere, shown_url
 
 Resume = Literal["identity", "layout", "runtime"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinf.base.errors import SpecError
-from batchinf.base.places import check_is_here, elsewhere
+from batchinf.base.paths import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
@@ -54,7 +54,7 @@ def _paths(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _texts(holder: dict[str, Any], key: str, field: str) -> Iterator[tuple[Any, Any, str]]:
-    """The place of the text under a key, or of each text in the mapping or the list there."""
+    """The location of the text under a key, or of each text in the mapping or the list there."""
     value = holder.get(key)
     if isinstance(value, str):
         yield holder, key, field
@@ -90,18 +90,18 @@ MAX_ERRORS = 20  # fit on a screen
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """A spec, and the places where its fields are written."""
+    """A spec, and the locations where its fields are written."""
 
     spec: JobSpec
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     """Dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file."""
     path: str
     slice: Slice | None = None
     """The slice to run."""
 
     def line(self, field: str, message: str) -> str:
-        """The field's place, its name, and `message`. A field that is not written has its section's place."""
-        return _line(self.places, field, message)
+        """The field's location, its name, and `message`. A field that is not written has its section's location."""
+        return _line(self.locations, field, message)
 
     def error(self, field: str, message: str) -> SpecError:
         """An error about one field, for checks that need more than the spec itself."""
@@ -118,7 +118,7 @@ def with_task(file: SpecFile, task: str) -> SpecFile:
     try:
         spec = JobSpec.model_validate({**file.spec.model_dump(mode="json", exclude_unset=True), "task": task})
     except ValidationError as error:
-        raise _joined([_line(file.places, *problem) for problem in explain(error)]) from None
+        raise _joined([_line(file.locations, *problem) for problem in explain(error)]) from None
     return replace(file, spec=spec)
 
 
@@ -150,12 +150,12 @@ def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
     draft.expand_paths()
     draft.take_in_files()
     try:
-        return SpecFile(JobSpec.model_validate(draft.data), draft.places, draft.name)
+        return SpecFile(JobSpec.model_validate(draft.data), draft.locations, draft.name)
     except ValidationError as error:
-        raise _joined([_line(draft.places, *problem) for problem in explain(error)]) from None
+        raise _joined([_line(draft.locations, *problem) for problem in explain(error)]) from None
 
 
-_IN_PYTHON = "spec"  # the place of a spec that is no file
+_IN_PYTHON = "spec"  # the location of a spec that is no file
 _FORM_OF_SET = "must be field=value, such as --set sampling.max_tokens=64"
 
 
@@ -164,7 +164,7 @@ class _Draft:
     """A spec before it is checked."""
 
     data: dict[str, Any]
-    places: dict[str, str]
+    locations: dict[str, str]
     """See `SpecFile`."""
     name: str
     """Of the file."""
@@ -184,7 +184,7 @@ class _Draft:
         data = reader.read(_read_text(name))
         if not isinstance(data, dict):
             raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(field_names(''))})")
-        return cls(data, {"": name, **reader.places}, name)
+        return cls(data, {"": name, **reader.locations}, name)
 
     def __post_init__(self) -> None:
         self._write_out_model()
@@ -198,35 +198,35 @@ class _Draft:
         """Set a field as `--set` does."""
         field, equals, value = text.partition("=")
         shown = f"{field}=…" if "://" in text or "@" in text else text  # a URL may have a secret in it
-        place = f"--set {clip(shown)}"
+        location = f"--set {clip(shown)}"
         if not equals:
-            raise SpecError(f"{place}: {_FORM_OF_SET}")
-        reader = YamlReader(lambda mark: place)
-        self.set(field.strip(), reader.read(value, field.strip()), place, reader.places)
+            raise SpecError(f"{location}: {_FORM_OF_SET}")
+        reader = YamlReader(lambda mark: location)
+        self.set(field.strip(), reader.read(value, field.strip()), location, reader.locations)
 
-    def set(self, field: str, value: Any, place: str, inner_places: Mapping[str, str] | None = None) -> None:
-        """Set a dotted field. inner_places: of the fields within the value."""
+    def set(self, field: str, value: Any, location: str, inner_locations: Mapping[str, str] | None = None) -> None:
+        """Set a dotted field. inner_locations: of the fields within the value."""
         *sections, last = field.split(".")
         if not all([*sections, last]):
-            raise SpecError(f"{place}: {_FORM_OF_SET}")
-        data = self._section(sections, place)
+            raise SpecError(f"{location}: {_FORM_OF_SET}")
+        data = self._section(sections, location)
         data[last] = value
         self._leave_out_columns(field)
-        for old in [name for name in self.places if name.startswith((f"{field}.", f"{field}["))]:
-            del self.places[old]
-        self.places.update({**(inner_places or {}), field: place})
+        for old in [name for name in self.locations if name.startswith((f"{field}.", f"{field}["))]:
+            del self.locations[old]
+        self.locations.update({**(inner_locations or {}), field: location})
         self._write_out_model()
 
-    def _section(self, names: Sequence[str], place: str) -> dict[str, Any]:
-        """The fields of a section, which is made if it is not there. place: of the field that is set in it."""
+    def _section(self, names: Sequence[str], location: str) -> dict[str, Any]:
+        """The fields of a section, which is made if it is not there. location: of the field that is set in it."""
         data = self.data
         for depth, key in enumerate(names, 1):
             section = ".".join(names[:depth])
             if data.get(key) is None:
                 data[key] = {}
-                self.places[section] = place
+                self.locations[section] = location
             if not isinstance(data[key], dict):
-                raise SpecError(f"{place}: {section} is {got(data[key])}, which has no fields; set {section} itself")
+                raise SpecError(f"{location}: {section} is {got(data[key])}, which has no fields; set {section} itself")
             data = data[key]
         return data
 
@@ -237,7 +237,7 @@ class _Draft:
             try:
                 holder[key] = _expand(holder[key])
             except ValueError as error:
-                problems.append(_line(self.places, field, str(error)))
+                problems.append(_line(self.locations, field, str(error)))
         if problems:
             raise _joined(problems)
 
@@ -263,7 +263,7 @@ class _Draft:
                 holder[key], num_bytes = _read_value(file["file"], is_value, rest)
                 rest -= num_bytes
             except ValueError as error:
-                problems.append(_line(self.places, field, str(error)))
+                problems.append(_line(self.locations, field, str(error)))
         if problems:
             raise _joined(problems)
 
@@ -379,11 +379,11 @@ def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
     return value, len(content)
 
 
-def _line(places: Mapping[str, str], field: str, message: str) -> str:
+def _line(locations: Mapping[str, str], field: str, message: str) -> str:
     written = field
-    while written not in places:
+    while written not in locations:
         written = re.sub(r"(?:^|\.|\[)[^.\[]*\Z", "", written)
-    return ": ".join(filter(None, [places[written], clip(field, 200), message]))
+    return ": ".join(filter(None, [locations[written], clip(field, 200), message]))
 
 
 def _joined(lines: Sequence[str]) -> SpecError:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from batchinf.base.places import elsewhere, folder_problem, is_bucket, shown_url
+from batchinf.base.paths import elsewhere, folder_problem, is_bucket, shown_url
 from batchinf.base.text import clip
 from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, without, wrong
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.base.places import PASSWORD, bucket_problem, elsewhere, is_bucket
+from batchinf.base.paths import PASSWORD, bucket_problem, elsewhere, is_bucket
 from batchinf.source.files import CsvDialect
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace

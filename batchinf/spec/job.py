@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
-from batchinf.base.places import elsewhere
+from batchinf.base.paths import elsewhere
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,

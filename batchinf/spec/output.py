@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from batchinf.base.bucket import Bucket
-from batchinf.base.places import bucket_problem, elsewhere, is_bucket, user_cache
+from batchinf.base.paths import bucket_problem, elsewhere, is_bucket, user_cache
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,

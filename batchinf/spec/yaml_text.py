@@ -1,4 +1,4 @@
-"""YAML as specs use it, version 1.2 with plain values only: reads it with the place of each field, and writes it."""
+"""YAML as specs use it, version 1.2 with plain values only: reads it with the location of each field, and writes it."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from batchinf.base.errors import SpecError
-from batchinf.base.places import shown_url
+from batchinf.base.paths import shown_url
 from batchinf.base.text import clip
 
 # A spec is a page of text. With these limits a wrong or hostile file is refused quickly.
@@ -76,11 +76,11 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 class YamlReader:
-    """Turns YAML into plain values and notes the place of each field."""
+    """Turns YAML into plain values and notes the location of each field."""
 
-    def __init__(self, place: Callable[[yaml.Mark], str]) -> None:
-        self.places: dict[str, str] = {}
-        self._place = place
+    def __init__(self, location: Callable[[yaml.Mark], str]) -> None:
+        self.locations: dict[str, str] = {}
+        self._location = location
         self._budget = MAX_SPEC_BYTES  # characters, with all aliases expanded
 
     def read(self, text: str, field: str = "") -> Any:
@@ -96,17 +96,17 @@ class YamlReader:
             mark = error.problem_mark or _mark()
             what = ", ".join(filter(None, [error.context, error.problem]))
             if error.context == "while scanning a quoted scalar" and "end of stream" in str(error.problem):
-                # The end of the file says nothing; the place of the quote does.
+                # The end of the file says nothing; the location of the quote does.
                 mark = error.context_mark or mark
                 what = "the quote that begins here is not closed"
             elif isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
                 what = _after_quote(text, mark) or what + (
                     "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
                 )
-        raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
+        raise SpecError(f"{self._location(mark)}: not valid YAML: {what}")
 
     def _wrong(self, node: yaml.Node, message: str) -> SpecError:
-        return SpecError(f"{self._place(node.start_mark)}: {message}")
+        return SpecError(f"{self._location(node.start_mark)}: {message}")
 
     def _spend(self, node: yaml.Node, depth: int, num_characters: int) -> None:
         self._budget -= num_characters
@@ -132,7 +132,7 @@ class YamlReader:
         return make(node.value)
 
     def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
-        self.places[field] = self._place(name.start_mark)
+        self.locations[field] = self._location(name.start_mark)
         return self._value(node, field, depth + 1)
 
     def _pairs(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:

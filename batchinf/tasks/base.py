@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 
 from batchinf.base.bucket import NEEDS_OBSTORE
 from batchinf.base.errors import SpecError
-from batchinf.base.places import is_bucket
+from batchinf.base.paths import is_bucket
 from batchinf.base.text import counted
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL

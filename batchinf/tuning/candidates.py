@@ -12,9 +12,9 @@ from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown
 from batchinf.fleet.parallel import local_devices
-from batchinf.job.open import placing
-from batchinf.model.identity import resolve
+from batchinf.job.open import naming_lines
 from batchinf.model.memory import Fit, fit_of, share_of
+from batchinf.model.model import resolve
 from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
@@ -98,9 +98,9 @@ def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Settings]
         sizes.append(spec.scripted.max_num_seqs)
     else:
         sizes.append(_Start.of(spec, backend).arguments["max_num_seqs"])
-    with placing(file):
+    with naming_lines(file):
         is_open = "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
-        num_engines = 1 if is_open else len(backend.place(spec))
+        num_engines = 1 if is_open else len(backend.slots_for(spec))
     return num_engines * max(size for size in sizes if isinstance(size, int))
 
 

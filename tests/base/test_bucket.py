@@ -16,7 +16,7 @@ import stores
 import jobs
 from batchinf.base import bucket as buckets
 from batchinf.base.bucket import Bucket, StoreError
-from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
+from batchinf.base.paths import bucket_and_prefix, bucket_problem, is_bucket
 from batchinf.base.storage import disk_error
 
 pytestmark = pytest.mark.usefixtures("store_of_this_process")

@@ -21,7 +21,7 @@ from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.commands.plan.report import PlanReport
 from batchinf.fleet.parallel import with_degrees
 from batchinf.model import memory
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.model.parameters import Described, described
 from batchinf.planning.degrees import shape_text
 from batchinf.spec.file import read_spec

@@ -20,7 +20,7 @@ from batchinf.commands.reference import Reference
 from batchinf.commands.verify import Deviations, StoredNumbers, stored_numbers
 from batchinf.job import begun
 from batchinf.manifest.lines import Platform, record_line
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.records import Prompt, Request, Scoring, Span
 from batchinf.results import Results
 from batchinf.spec.file import read_spec

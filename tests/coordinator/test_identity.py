@@ -13,7 +13,7 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.slices import FILES_RECORD
 from batchinf.model import files as model_files
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.spec.file import read_spec
 
 MODULES = [{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]

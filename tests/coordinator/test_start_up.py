@@ -16,8 +16,8 @@ from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
+from batchinf.model.model import resolve
 from batchinf.records import EngineInfo
 from batchinf.replica.messages import Launch, Ready
 from batchinf.spec.job import JobSpec

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import jobs
 from batchinf.base.errors import RowFailed, SpecError, VerificationFailed
 from batchinf.commands.verify import verify_job
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.records import Prompt, Request, Result
 from batchinf.results import Results
 from batchinf.spec.file import read_spec

@@ -20,10 +20,10 @@ from typing import Any
 from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import interruptible
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.epoch import run_job
+from batchinf.coordinator.run import run_job
 from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
@@ -154,7 +154,7 @@ class InProcessBackend:
     def device_size(self, device: str) -> tuple[int | None, str]:
         return (140 << 30, self._device) if self._device else (None, "")
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         if self._device:
             return [Slot(0, ("0",), ())]
         wanted = spec.parallel.data_parallel_size

@@ -12,7 +12,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.epoch import run_job
+from batchinf.coordinator.run import run_job
 from batchinf.fleet.engine_defaults import MEASUREMENT
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.records import StartedReplica

@@ -174,7 +174,7 @@ def test_jobs_on_disjoint_devices_run_side_by_side(
     first, second = (
         test_placement.spec_of(parallel={"tensor_parallel_size": 2, "devices": devices}) for devices in ([4, 5], [7, 6])
     )
-    slots = [slot for spec in (first, second) for slot in LocalBackend().place(spec)]
+    slots = [slot for spec in (first, second) for slot in LocalBackend().slots_for(spec)]
     replicas = [start(number, slot) for number, slot in enumerate(slots)]
     assert [environment_of(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas] == ["4,5", "7,6"]
     assert port_of(replicas[0]) != port_of(replicas[1])

@@ -13,8 +13,8 @@ import jobs
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.parallel import check_devices, check_processor, choose_degrees, with_degrees
-from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
+from batchinf.model.model import resolve
 from batchinf.planning.degrees import Machine
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Workload

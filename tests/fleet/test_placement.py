@@ -25,8 +25,8 @@ from batchinf.fleet.local.devices import (
     check_free,
     own_cpus,
     place,
-    place_on_processor,
     share_cpus,
+    slots_on_processor,
     visible_devices,
 )
 from batchinf.spec.file import read_spec
@@ -154,7 +154,7 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: s
 def test_a_job_takes_the_devices_that_it_names(parallel: dict[str, Any], expected: list[Any]) -> None:
     visible = ["GPU-a", "GPU-b"] if "GPU-b" in parallel["devices"] else ["0", "1", "2", "3"]
     assert [slot.devices for slot in place(spec_of(parallel=parallel).parallel, visible, range(16))] == expected
-    assert LocalBackend().place(spec_of(parallel=parallel, scripted={}))[0].devices == ()
+    assert LocalBackend().slots_for(spec_of(parallel=parallel, scripted={}))[0].devices == ()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_pipeline_needs_devices() -> None:
     with pytest.raises(SpecError, match=wrong):
         place(spec_of(parallel=degrees(1, 2)).parallel, [], range(4))
     assert len(place(spec_of(parallel=degrees(2, 1)).parallel, [], range(5))) == 2
-    assert len(LocalBackend().place(spec_of(parallel=degrees(1, 2), scripted={}))) == 2
+    assert len(LocalBackend().slots_for(spec_of(parallel=degrees(1, 2), scripted={}))) == 2
 
 
 def test_few_cores_have_one_engine_unless_the_spec_says_more() -> None:
@@ -195,7 +195,7 @@ def test_few_cores_have_one_engine_unless_the_spec_says_more() -> None:
 
 def test_the_scripted_engine_takes_no_device() -> None:
     parallel = spec_of(scripted={}).parallel
-    assert place_on_processor(parallel, range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
+    assert slots_on_processor(parallel, range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
 
 
 def test_cores_are_those_of_the_affinity() -> None:

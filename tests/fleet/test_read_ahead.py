@@ -9,7 +9,7 @@ import pytest
 import jobs
 from batchinf.fleet.local import backend as local
 from batchinf.job import open as job_open
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.spec.file import read_spec
 
 BLOCK = local._BLOCK_BYTES

@@ -186,7 +186,7 @@ if __name__ == "__main__":
     from batchinf.base import faults
     from batchinf.base.stop_signals import interruptible
     from batchinf.coordinator.display import ProgressDisplay
-    from batchinf.coordinator.epoch import run_job
+    from batchinf.coordinator.run import run_job
     from batchinf.spec.file import read_spec
 
     main()

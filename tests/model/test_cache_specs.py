@@ -9,7 +9,7 @@ import pytest
 
 import jobs
 from batchinf.model.cache import KvCache, kv_cache_of, pool_of
-from batchinf.model.identity import text_section
+from batchinf.model.model import text_section
 from batchinf.model.weights import stage_sizes
 
 pytest.importorskip("vllm")

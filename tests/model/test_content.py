@@ -15,8 +15,8 @@ import jobs
 from batchinf.base.errors import DriftError, ModelError
 from batchinf.model import content
 from batchinf.model.content import Contents
-from batchinf.model.identity import resolve
 from batchinf.model.lora import resolve_adapters
+from batchinf.model.model import resolve
 from batchinf.spec.job import JobSpec
 
 DENSE = [{"type": "sentence_transformers.models.Transformer", "path": ""},

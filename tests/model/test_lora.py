@@ -22,8 +22,8 @@ from batchinf.job.choose import consecutive
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job
 from batchinf.job.open import open_job, prepare_job
-from batchinf.model.identity import resolve
 from batchinf.model.lora import Adapter, resolve_adapters
+from batchinf.model.model import resolve
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Request
 from batchinf.source.rows import Row

@@ -17,7 +17,6 @@ import jobs
 from batchinf.engines.installed import is_cpu_build
 from batchinf.model import answers, parameters
 from batchinf.model.cache import KvCache, LayerCache
-from batchinf.model.identity import Model
 from batchinf.model.memory import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     GIB,
@@ -28,6 +27,7 @@ from batchinf.model.memory import (
     on_cpu,
 )
 from batchinf.model.memory import needs_of as needs_of_model
+from batchinf.model.model import Model
 from batchinf.model.parameters import count_parameters
 from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec, ModelSpec

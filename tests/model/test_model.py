@@ -19,7 +19,7 @@ from hub_server import Hub, serving
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files
 from batchinf.model import files as model_files
-from batchinf.model.identity import (
+from batchinf.model.model import (
     Model,
     check_weights,
     derive_max_model_len,
@@ -480,7 +480,7 @@ def test_without_a_network_it_fails_in_seconds_and_imports_nothing_heavy(tmp_pat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = (
-        "import sys; from batchinf.model.identity import resolve; from batchinf.spec.job import ModelSpec\n"
+        "import sys; from batchinf.model.model import resolve; from batchinf.spec.job import ModelSpec\n"
         "try: resolve(ModelSpec(name='org/tiny'))\n"
         "except Exception as error: print(type(error).__name__, error)\n"
         "print({'torch', 'transformers', 'vllm'} & sys.modules.keys())"

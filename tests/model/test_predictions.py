@@ -8,8 +8,8 @@ import pytest
 import torch  # noqa: F401  # with these two here, models are counted in this process
 import transformers  # noqa: F401
 
-from batchinf.model.identity import Model
 from batchinf.model.memory import CHOSEN_EXPERTS, DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.model.model import Model
 from batchinf.planning.degrees import Machine, best, degrees_of, options
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of

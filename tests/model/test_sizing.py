@@ -9,8 +9,8 @@ import transformers  # noqa: F401
 from model_configs import MIXTRAL_8X7B
 
 from batchinf.model.cache import KvCache
-from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
+from batchinf.model.model import Model
 from batchinf.model.parameters import count_parameters
 from batchinf.planning.degrees import Degrees, Machine, best, options, reason_for, that_fit
 from batchinf.planning.gpus import gpu_like, gpu_named, why_not

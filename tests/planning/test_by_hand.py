@@ -7,8 +7,8 @@ import torch  # noqa: F401  # with these two here, models are counted in this pr
 import transformers  # noqa: F401
 from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8, QWEN3_VL_8B
 
-from batchinf.model.identity import Model
 from batchinf.model.memory import Fit, needs_of
+from batchinf.model.model import Model
 from batchinf.planning.accuracy import accuracy_of
 from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.gpus import gpu_named

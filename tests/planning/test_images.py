@@ -16,9 +16,9 @@ from transformers import AutoProcessor
 import batchinf
 import jobs
 from batchinf.fleet.engine_defaults import step_for_images, with_most_images
-from batchinf.model.identity import Model, resolve
 from batchinf.model.image_tokens import image_tokens
 from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.model import Model, resolve
 from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import read_spec

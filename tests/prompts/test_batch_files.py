@@ -12,7 +12,7 @@ import pytest
 import jobs
 from batchinf.base.errors import SpecError
 from batchinf.job.open import open_job
-from batchinf.model.identity import resolve_sampling
+from batchinf.model.model import resolve_sampling
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.openai.requests import recognised

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jobs
 from batchinf.base.errors import RowError, SpecError
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.prompts.tools import with_tool_parser

@@ -17,7 +17,7 @@ from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff import diff_jobs
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.job.open import open_job
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.output.counts import count_non_finite_rows, number_columns, row_bytes
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes

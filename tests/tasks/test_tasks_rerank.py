@@ -20,7 +20,7 @@ from batchinf.base.errors import OutputError, RowError, SpecError
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.job.open import prepare_job
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec

@@ -39,7 +39,7 @@ class Devices(LocalBackend):
     def device_size(self, device: str) -> tuple[int | None, str]:
         return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         return place(spec.parallel, self.devices(), (0,))
 
 

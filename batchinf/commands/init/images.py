@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from batchinf.base.errors import RowFailed
-from batchinf.base.places import is_bucket, is_http
+from batchinf.base.paths import is_bucket, is_http
 from batchinf.prompts.chat import IMAGE_PARTS, source_of_part
 from batchinf.prompts.images import ImageSource, sources_of
 from batchinf.prompts.media import ImageLoader, is_in_base64

@@ -17,7 +17,7 @@ from batchinf.base.text import list_names
 from batchinf.commands.init.columns import InputColumns, look_at
 from batchinf.commands.init.images import ImageColumns
 from batchinf.model.files import check_name
-from batchinf.model.identity import resolve
+from batchinf.model.model import resolve
 from batchinf.prompts.templates import column_call
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.purposes import PURPOSES, Purpose

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from batchinf.base.errors import UserError
 from batchinf.commands.plan.report import GpuPlan
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.planning.gpus import GPUS, Gpu
 from batchinf.planning.throughput import Workload
 from batchinf.spec.job import JobSpec

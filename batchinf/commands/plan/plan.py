@@ -18,9 +18,9 @@ from batchinf.fleet.parallel import given_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
-from batchinf.job.open import check_heads, location_of, placing, with_length
-from batchinf.model.identity import Model, resolve
+from batchinf.job.open import check_heads, location_of, naming_lines, with_length
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
+from batchinf.model.model import Model, resolve
 from batchinf.planning.accuracy import accuracy_of
 from batchinf.planning.degrees import (
     Degrees,
@@ -100,7 +100,7 @@ def make_plan(
         job, work = _job(file, asked, notes) if is_job else (None, None)
     with say_if_slow(f"reading the config of {file.spec.model.name}"):
         model = resolve(file.spec.model)
-    with placing(file):
+    with naming_lines(file):
         check_heads(file.spec, model)
     if is_job and job is None:
         notes += _refusals(file.spec, model)

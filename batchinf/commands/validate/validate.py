@@ -39,12 +39,12 @@ from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.model_len import length_warning, with_known_length
-from batchinf.job.open import open_input, placing, prepare_job
+from batchinf.job.open import naming_lines, open_input, prepare_job
 from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
-from batchinf.model.identity import check_weights
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
+from batchinf.model.model import check_weights
 from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
@@ -131,7 +131,7 @@ def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFindin
     """The model, its memory, and warnings. remarks: warnings of earlier checks."""
     model = _model(job)
     yield model
-    with placing(job.file):
+    with naming_lines(job.file):
         device_notes = [*_on_devices(job, model.fit)]
     yield from _warnings([*remarks, *device_notes])
     if (warning := length_warning(job.spec, job.model)) is not None:
@@ -170,7 +170,7 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
         return
     backend = _local(job.spec)
     if backend.devices() or is_cpu_build():
-        yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
+        yield from check_devices(job.spec, fit, len(backend.slots_for(job.spec)))
     else:  # such as a login node
         yield "note: no GPU is visible here, so degrees and device memory were not checked"
 

@@ -18,9 +18,9 @@ from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
 from batchinf.model.files import read_json
-from batchinf.model.identity import derive_max_model_len
 from batchinf.model.lora import Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
+from batchinf.model.model import derive_max_model_len
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import MAPPINGS, SamplingSpec

@@ -45,7 +45,7 @@ from batchinf.fleet.local.process_group import (
     members,
 )
 from batchinf.model import files as model_files
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
@@ -181,13 +181,13 @@ class LocalBackend:
     def device_size(self, device: str) -> tuple[int | None, str]:
         return devices.device_size(device)
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         if spec.scripted is not None:
-            return devices.place_on_processor(spec.parallel, devices.own_cpus())
+            return devices.slots_on_processor(spec.parallel, devices.own_cpus())
         visible = devices.visible_devices()
         if visible:
             devices.check_driver(cuda_of_build())
-        return devices.place(spec.parallel, visible, devices.own_cpus())
+        return devices.slots_on(spec.parallel, visible, devices.own_cpus())
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
         """See `Backend`. There is one host."""

@@ -122,7 +122,7 @@ def _chosen_devices(parallel: ParallelSpec, visible: Sequence[str]) -> Sequence[
     return names
 
 
-def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
+def slots_on(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
     """One slot for each replica; the devices of one are neighbours. Raises SpecError if the degrees do not fit."""
     devices = _chosen_devices(parallel, visible)
     if not devices:
@@ -132,7 +132,7 @@ def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -
                 f"parallel.pipeline_parallel_size: got {parallel.pipeline_parallel_size}, but no CUDA device is "
                 "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
             )
-        return place_on_processor(parallel, cpus, 1 if len(cpus) <= _FEW_CORES else CPU_REPLICAS)
+        return slots_on_processor(parallel, cpus, 1 if len(cpus) <= _FEW_CORES else CPU_REPLICAS)
     degree = math.prod(parallel.sizes)
     groups = [tuple(devices[i : i + degree]) for i in range(0, len(devices) - degree + 1, degree)]
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
@@ -147,7 +147,7 @@ def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -
     return [Slot(i, group, shares[i], numbers[group]) for i, group in enumerate(placed)]
 
 
-def place_on_processor(parallel: ParallelSpec, cpus: Sequence[int], default: int = CPU_REPLICAS) -> list[Slot]:
+def slots_on_processor(parallel: ParallelSpec, cpus: Sequence[int], default: int = CPU_REPLICAS) -> list[Slot]:
     """One slot for each replica, without devices. default: the number of replicas for `auto`."""
     number = parallel.data_parallel_size
     num_replicas = default if number == "auto" else number

@@ -28,7 +28,7 @@ from batchinf.fleet.local import devices
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root
 from batchinf.fleet.ray.hosts import HostReport, check_versions, host_report
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch, Ready, StartPhase
 

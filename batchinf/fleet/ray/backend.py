@@ -21,7 +21,7 @@ from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.handle import RayReplica
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
 from batchinf.fleet.ray.placement import CPU, GPU, Demand, Node, has_gpus, num_replicas
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Event, Launch
 from batchinf.spec.job import JobSpec
@@ -97,7 +97,7 @@ class RayBackend:
         """See `Backend`. All devices of the cluster are assumed to be alike."""
         return next((report.device for _, report in self._reports if report.device[0] is not None), (None, ""))
 
-    def place(self, spec: JobSpec) -> list[Slot]:
+    def slots_for(self, spec: JobSpec) -> list[Slot]:
         """See `Backend`. Devices have names of the job: `gpu-0` is the first one of the first replica."""
         assert self._reports is not None  # first, as it finds the nodes that are lost
         nodes = [node for node in self._cluster.nodes() if node.id not in {lost.id for lost in self._lost}]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.text import counted
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.records import Prompt, Request, Result, ToolCall
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import CHOICE_COLUMN, SamplingSpec

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import name_type
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import SpecError
 from batchinf.base.text import counted, list_names
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts import checks
 from batchinf.prompts.encoder import Encoder, load_tokenizer
 from batchinf.prompts.renderer import Renderer

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import SpecError
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts import checks
 from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL
 from batchinf.records import FloatArray, Prompt, Request, Reranking, Result

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
-from batchinf.model.identity import Model, text_section
+from batchinf.model.model import Model, text_section
 from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
 from batchinf.spec.input import CHAT_FIELDS, PROMPT_FORMS
 from batchinf.spec.job import FIRST_RULES, JobSpec, TaskSection

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import BatchinfError, SpecError
-from batchinf.model.identity import Model
+from batchinf.model.model import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.lines import EMBEDDINGS_URL

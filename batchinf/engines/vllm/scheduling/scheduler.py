@@ -203,11 +203,11 @@ class RowStore:
 class _Held:
     """The output that a request has made and not sent yet. store: None without logprobs.
 
-    piece_tokens: so many tokens leave as a piece. quiet_until: with fewer tokens than this, prompt included, the
-    request is quiet: it has not reached its longest length, and sends no piece.
+    piece_tokens: so many tokens leave as a piece. loops_until: the short loops handle the request
+    while it has fewer tokens than this, prompt included: it has not reached its longest length, and sends no piece.
     """
 
-    __slots__ = ("is_begun", "piece_tokens", "quiet_until", "request", "slot", "stop_ids", "store", "token_ids")
+    __slots__ = ("is_begun", "loops_until", "piece_tokens", "request", "slot", "stop_ids", "store", "token_ids")
 
     def __init__(self, request: Any, store: RowStore | None) -> None:
         self.request = request
@@ -216,21 +216,21 @@ class _Held:
         self.piece_tokens = _PIECE_TOKENS if store is None else min(_PIECE_TOKENS, store.piece_tokens)
         self.is_begun = False
         self.token_ids: list[int] = []
-        self.quiet_until = 0
+        self.loops_until = 0
         params = request.sampling_params
         self.stop_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
-    def stays_quiet(self, token_ids: list[int]) -> bool:
-        """Whether the request is quiet, and with these new tokens too."""
+    def stays_in_loops(self, token_ids: list[int]) -> bool:
+        """Whether the short loops handle the request, and go on to with these new tokens."""
         request = self.request
         return (
-            len(request._all_token_ids) + 1 < self.quiet_until
+            len(request._all_token_ids) + 1 < self.loops_until
             and len(token_ids) == 1
             and token_ids[0] not in self.stop_ids
             and not request.num_preemptions
         )
 
-    def new_quiet_until(self, most_tokens: int, reasons: bool) -> int:
+    def new_loops_until(self, most_tokens: int, reasons: bool) -> int:
         """The value after a step that vLLM handled. reasons: a structure may begin only after the reasoning."""
         request = self.request
         if request.sampling_params.repetition_detection or request.mm_features:
@@ -412,7 +412,7 @@ class HoldingMixin:
         return messages
 
     def _add_tokens(self, scheduled: dict[str, int], given: Any, rows_of: Any) -> dict[str, int]:
-        """Give each quiet request its token, and `rows_of` its row. Returns the scheduled tokens of the others."""
+        """Give each request of the loops its token, and `rows_of` its row. Returns the tokens of the others."""
         others: dict[str, int] = {}
         sampled, index = given.sampled_token_ids, given.req_id_to_index
         starts = None if given.logprobs is None else given.logprobs.cu_num_generated_tokens
@@ -421,12 +421,12 @@ class HoldingMixin:
         every = self._changes.every if self._changes and self.kv_cache_manager.enable_caching else None
         for name, num_tokens in scheduled.items():
             held = all_held.get(name)
-            if held is None or not held.quiet_until:
+            if held is None or not held.loops_until:
                 others[name] = num_tokens
                 continue
             request, row = held.request, index[name]
             token_ids, known = sampled[row], request._all_token_ids
-            if not held.stays_quiet(token_ids) or not _accepts(request, token_ids, accepted.get(name)):
+            if not held.stays_in_loops(token_ids) or not _accepts(request, token_ids, accepted.get(name)):
                 others[name] = num_tokens
                 continue
             known.append(token_ids[0])
@@ -445,7 +445,7 @@ class HoldingMixin:
         return others
 
     def _accept_at_once(self, scheduled: dict[str, int], given: Any) -> dict[str, bool]:
-        """Advance the grammars of quiet requests, if one call can. Returns whether each accepted its token, by name."""
+        """Advance the grammars of the requests in the loops, if one call can. Returns by name whether each accepted."""
         if self._guided is None or self.structured_output_manager.backend is None:
             return {}
         sampled, index = given.sampled_token_ids, given.req_id_to_index
@@ -453,7 +453,7 @@ class HoldingMixin:
         for name in scheduled:
             held = self._held.get(name)
             structured = None if held is None else held.request.structured_output_request
-            if held is not None and structured is not None and held.stays_quiet(sampled[index[name]]):
+            if held is not None and structured is not None and held.stays_in_loops(sampled[index[name]]):
                 tokens.append((name, structured.grammar, sampled[index[name]][0]))
         return self._guided.accept(tokens)
 
@@ -504,7 +504,7 @@ class HoldingMixin:
             if is_finished:
                 self._forget(output.request_id)
             elif has_loops:
-                held.quiet_until = held.new_quiet_until(self.max_model_len, reasons)
+                held.loops_until = held.new_loops_until(self.max_model_len, reasons)
         return leaving
 
     def _forget(self, request_id: str) -> None:

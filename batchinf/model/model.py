@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.base.text import name_type
 from batchinf.model import files as model_files
-from batchinf.model.files import Place
+from batchinf.model.files import ModelFolder
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -111,7 +111,7 @@ def _remedy(model: Model, problems: str) -> str:
 
 def _locate(
     field: str, name: str, *, revision: str | None = None, load_format: str = "dummy", commit: str | None
-) -> Place:
+) -> ModelFolder:
     try:
         place = model_files.find(field, name, commit or revision, load_format)
     except ModelError as error:
@@ -123,7 +123,7 @@ def _locate(
     return place
 
 
-def _fingerprint(place: Place, tokenizer: Place, spec: ModelSpec, more: tuple[str, ...]) -> str:
+def _fingerprint(place: ModelFolder, tokenizer: ModelFolder, spec: ModelSpec, more: tuple[str, ...]) -> str:
     """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that decide the output."""
     code = ("*.py",) if spec.trust_remote_code else ()
     names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + more + code
@@ -139,7 +139,7 @@ def commit_of(hub_id: str, fingerprint: str) -> str | None:
     return commit if name == hub_id else None
 
 
-def _read_config(place: Place) -> dict[str, Any]:
+def _read_config(place: ModelFolder) -> dict[str, Any]:
     path = place.folder / "config.json"
     if not path.is_file():
         raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
@@ -153,7 +153,7 @@ def _read_config(place: Place) -> dict[str, Any]:
     return config
 
 
-def _check_tokenizer(place: Place) -> None:
+def _check_tokenizer(place: ModelFolder) -> None:
     """Raise ModelError if there clearly is none. Transformers would need 10 s and three lines to say so."""
     config = place.folder / "tokenizer_config.json"
     if not config.is_file():

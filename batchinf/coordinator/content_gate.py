@@ -21,7 +21,7 @@ from batchinf.replica.messages import Identified
 
 
 @dataclass(kw_only=True, eq=False)
-class IdentityGate:
+class ContentGate:
     """Records the digests in the manifest, and then tells replicas that they may store results."""
 
     contents: Contents

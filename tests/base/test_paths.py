@@ -15,7 +15,7 @@ import jobs
 from batchinf import cli
 from batchinf.base.errors import SpecError, UserError
 from batchinf.base.parquet import open_part
-from batchinf.base.places import elsewhere
+from batchinf.base.paths import elsewhere
 from batchinf.base.storage import Folder
 from batchinf.job.scratch import scratch_database
 from batchinf.spec.file import read_spec
