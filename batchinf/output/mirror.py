@@ -142,6 +142,8 @@ class Mirror:
             )
         state = read_state(self._folder)
         if state is not None:
+            # Segments that this folder has of parts that the bucket has are not sent, also if nothing runs.
+            self._dropped = {shard: part.retry for shard, part in state.parts.items()}
             versions = on_thread(self._restore_versions)
             self._sent.update(fetch_selection(self._bucket, self._folder, state))
             versions.result()
@@ -161,7 +163,6 @@ class Mirror:
         shards = (parse_part_name(listed.name) for listed in listing.result())
         # Uploaded, but not committed: the recovery commits them like staged parts.
         _finish(partial(self._stage, shard) for shard in shards if shard is not None and shard not in committed)
-        self._dropped = {shard: part.retry for shard, part in committed.items()}
         self._restore_journal(bundles.result())
         restore_events(self._folder, events.result())
         return self.chain.last_epoch
