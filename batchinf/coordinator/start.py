@@ -1,6 +1,6 @@
 """The start of an epoch, the same for every job: replicas, and beside them the scan of the input; then `Work`.
 
-`epoch` has made the checks that take milliseconds. Replicas start next: they need only the spec, the model and their
+`run` has made the checks that take milliseconds. Replicas start next: they need only the spec, the model and their
 devices. If anything on the way is refused, they end.
 """
 
