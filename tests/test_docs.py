@@ -77,7 +77,9 @@ def test_no_character_was_decoded_wrongly(document: pathlib.Path) -> None:
 
 
 def slow_tests_of(path: pathlib.Path) -> set[str]:
-    """Names of a file's test functions that are marked slow."""
+    """Names of a file's test functions that are marked slow, each by itself or all at once."""
+    if re.search(r"^pytestmark = .*pytest\.mark\.slow\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+        return names_of(path)
     return {
         function.name
         for function in functions_of(path)
