@@ -1,4 +1,4 @@
-"""The coordinator's loop, in one thread: assigns leases, supervises replicas, publishes and commits parts."""
+"""The coordinator's loop, in one thread: assigns leases, supervises replicas, commits and publishes parts."""
 
 import contextlib
 import math

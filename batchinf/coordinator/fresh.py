@@ -115,7 +115,7 @@ def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
 def _check_all(
     prepared: PreparedJob, backend: Backend, *, folder: Folder, epoch: int, display: ProgressDisplay
 ) -> None:
-    """Make the checks of a start that `epoch` has not made, and start nothing.
+    """Make the checks of a start that `run` has not made, and start nothing.
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """

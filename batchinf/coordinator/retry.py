@@ -1,4 +1,4 @@
-"""`--retry`: chooses the rows that run again, with changed sampling, and finds unfinished retries for `epoch`."""
+"""`--retry`: chooses the rows that run again, with changed sampling, and finds unfinished retries for `run`."""
 
 import dataclasses
 import itertools
