@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a job, for people and for displays. No run decides by it, and a crash may tear it."""
+"""`events.jsonl`: what happened to a job, for people and displays. No run decides by it, and a crash may tear it."""
 
 import contextlib
 import datetime
