@@ -615,6 +615,9 @@ class _Recording:
     def event(self, name: str, /, **fields: Any) -> None:
         encode_commits([[{"name": name, **fields}]])
 
+    def record(self, record: Any) -> None:
+        encode_commits([[record_line(record)]])
+
     def close(self) -> None:
         pass
 

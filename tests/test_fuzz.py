@@ -99,7 +99,7 @@ def test_a_line_with_its_checksum_that_is_no_json(tmp_path: pathlib.Path) -> Non
     "line",
     [
         {"kind": "event", "name": "ready", "at": "2026-01-01T00:00:00+00:00"},
-        {"kind": "event", "name": "x", "at": "yesterday"},
+        {"kind": "ended", "incarnation": "000001.0001", "device_s": -1},
         {
             "kind": "extent",
             "start": 0,

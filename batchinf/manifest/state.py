@@ -163,8 +163,9 @@ class State:
 
     def apply(self, fields: Fields) -> None:
         """Apply a line; unknown kinds are ignored. Raises LookupError or ValueError if it cannot follow."""
+        line = read_line(fields)
         self._kinds.add(fields["kind"])
-        match read_line(fields):
+        match line:
             case Part() as part:
                 self.note(part)
             case Extent() as extent:

@@ -199,7 +199,7 @@ REFUSALS = {
     "the first commit": "manifest.before_write",
     "half a commit": "manifest.mid_line:3",
     "a commit's fsync": "manifest.after_write:4",
-    "a part's new name": "storage.publish.before_link:2",
+    "a part's new name": "storage.publish.before_rename:2",
     "a replica's start": "replica.start",
     "a segment": "journal.before_fsync",
     "a part": "parts.before_fsync:2",

@@ -139,7 +139,7 @@ def test_a_holder_that_lost_its_lock_ends_before_it_commits(successor: str | Non
 def test_a_holder_that_stood_still_touches_nothing_of_its_successors(tmp_path: pathlib.Path) -> None:
     """As on a machine that was suspended right after it had looked at its lock."""
     spec, out, marker = jobs.spec_of(tmp_path), tmp_path / "out", tmp_path / "held"
-    loser = jobs.start("run", spec, faults=f"storage.publish.before_link:3=hold {marker}")
+    loser = jobs.start("run", spec, faults=f"storage.publish.before_rename:5=hold {marker}")
     jobs.wait_until(lambda: marker.exists() or loser.poll() is not None, 120)
     (out / "lock").unlink()
     jobs.finish(spec)

@@ -24,8 +24,8 @@ from batchinf.fleet.local.devices import (
     check_driver,
     check_free,
     own_cpus,
-    place,
     share_cpus,
+    slots_on,
     slots_on_processor,
     visible_devices,
 )
@@ -127,7 +127,7 @@ def test_cores_are_shared_out_equally(cpus: list[int], num_replicas: int) -> Non
     ],
 )
 def test_devices_are_dealt_out_in_order(parallel: dict[str, Any], num_devices: int, expected: list[Any]) -> None:
-    slots = place(spec_of(parallel=parallel).parallel, [str(i) for i in range(num_devices)], range(16))
+    slots = slots_on(spec_of(parallel=parallel).parallel, [str(i) for i in range(num_devices)], range(16))
     assert [slot.devices for slot in slots] == expected
     assert [slot.replica for slot in slots] == list(range(len(expected)))
     assert [slot.num_devices for slot in slots] == [max(1, len(devices)) for devices in expected]
@@ -139,7 +139,7 @@ def test_devices_are_dealt_out_in_order(parallel: dict[str, Any], num_devices: i
 )
 def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: str) -> None:
     with pytest.raises(SpecError, match=rf"need {needed} devices, but 4 are visible \(0, 1, 2, 3\)"):
-        place(spec_of(parallel=parallel).parallel, ["0", "1", "2", "3"], range(16))
+        slots_on(spec_of(parallel=parallel).parallel, ["0", "1", "2", "3"], range(16))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: s
 )
 def test_a_job_takes_the_devices_that_it_names(parallel: dict[str, Any], expected: list[Any]) -> None:
     visible = ["GPU-a", "GPU-b"] if "GPU-b" in parallel["devices"] else ["0", "1", "2", "3"]
-    assert [slot.devices for slot in place(spec_of(parallel=parallel).parallel, visible, range(16))] == expected
+    assert [slot.devices for slot in slots_on(spec_of(parallel=parallel).parallel, visible, range(16))] == expected
     assert LocalBackend().slots_for(spec_of(parallel=parallel, scripted={}))[0].devices == ()
 
 
@@ -172,25 +172,27 @@ def test_devices_that_cannot_be_seen_are_refused(
     if visible == ["4"]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(SpecError, match=f"^parallel.devices: {message}.*; name devices that can be seen$"):
-        place(spec_of(parallel={"devices": devices}).parallel, visible, range(4))
+        slots_on(spec_of(parallel={"devices": devices}).parallel, visible, range(4))
 
 
 def test_too_few_devices_for_the_degrees_are_refused() -> None:
     with pytest.raises(SpecError, match=r"need 4 devices, but 2 are in parallel.devices \(0, 3\); .* add devices$"):
-        place(spec_of(parallel={"tensor_parallel_size": 4, "devices": [0, 3]}).parallel, ["0", "1", "2", "3"], range(4))
+        slots_on(
+            spec_of(parallel={"tensor_parallel_size": 4, "devices": [0, 3]}).parallel, ["0", "1", "2", "3"], range(4)
+        )
 
 
 def test_a_pipeline_needs_devices() -> None:
     wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
     with pytest.raises(SpecError, match=wrong):
-        place(spec_of(parallel=degrees(1, 2)).parallel, [], range(4))
-    assert len(place(spec_of(parallel=degrees(2, 1)).parallel, [], range(5))) == 2
+        slots_on(spec_of(parallel=degrees(1, 2)).parallel, [], range(4))
+    assert len(slots_on(spec_of(parallel=degrees(2, 1)).parallel, [], range(5))) == 2
     assert len(LocalBackend().slots_for(spec_of(parallel=degrees(1, 2), scripted={}))) == 2
 
 
 def test_few_cores_have_one_engine_unless_the_spec_says_more() -> None:
-    assert [len(place(spec_of().parallel, [], range(cores))) for cores in (1, 4, 5)] == [1, 1, 2]
-    assert len(place(spec_of(parallel={"data_parallel_size": 2}).parallel, [], range(4))) == 2
+    assert [len(slots_on(spec_of().parallel, [], range(cores))) for cores in (1, 4, 5)] == [1, 1, 2]
+    assert len(slots_on(spec_of(parallel={"data_parallel_size": 2}).parallel, [], range(4))) == 2
 
 
 def test_the_scripted_engine_takes_no_device() -> None:
