@@ -1,4 +1,4 @@
-"""The coordinator's handle of a replica on a Ray cluster: its actor, the calls that are under way, and its end."""
+"""The coordinator's handle of a replica on a Ray cluster: its placement group, its actor, their calls, and its end."""
 
 import contextlib
 import pathlib
