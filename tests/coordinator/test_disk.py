@@ -26,6 +26,7 @@ import jobs
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, create, disk_error
+from batchinf.manifest.names import part_name, readable_file
 from batchinf.manifest.state import read_state
 from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
@@ -107,12 +108,11 @@ def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def parts_of(out: pathlib.Path) -> dict[str, bytes]:
-    """Committed parts."""
-    if (state := read_state(Folder(out))) is None:
+    """Committed parts, also those that have no name in `parts/` yet, by their names there."""
+    folder = Folder(out)
+    if (state := read_state(folder)) is None:
         return {}
-    return {
-        path.name: path.read_bytes() for shard in state.parts if (path := out / "parts" / f"part-{shard:06d}.parquet")
-    }
+    return {part_name(part.shard): (out / readable_file(folder, part)).read_bytes() for part in state.parts.values()}
 
 
 def finished_unhurt(spec: pathlib.Path, out: pathlib.Path, before: dict[str, bytes] | None = None) -> None:
