@@ -34,12 +34,14 @@ def test_jobs_struck_at_their_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_more_jobs_struck_at_their_steps() -> None:
     figures = try_jobs(job_model.Fast, 5, 8)
     assert figures.strikes["everything"] and figures.strikes["power cut"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_jobs_of_real_processes() -> None:
     figures = try_jobs(job_model.Real, 4, 6)
     assert figures.num_kills
