@@ -354,7 +354,7 @@ def _scored_text(text: Any, name: str) -> str:
 
 @contextlib.contextmanager
 def _naming_neutral() -> Iterator[None]:
-    """Name `score.neutral` in what is raised in the block."""
+    """Put `score.neutral` into the message of an error that the block raises."""
     try:
         yield
     except RowFailed as failed:
