@@ -85,7 +85,7 @@ class Parquet(FileFormat):
         return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file, self._int96)
 
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        """See `FileFormat`. For a file that is read in place, it reads the footer, and the chunks that were read before.
+        """See `FileFormat`. Of a file that is read in place, it reads the footer and the chunks that were read before.
 
         Of a remote file, the footer costs as many requests as the whole file.
         """
