@@ -264,7 +264,8 @@ def unhurt(runner: Runner, shape: str, variant: Variant) -> dict[Key, Row]:
 
 def check_deaths(out: pathlib.Path, killer: int | None) -> None:
     """A row that kills is found in at most log2(rows in the engine) + 3 deaths, and nothing else dies."""
-    deaths = [line for line in lines_of(out) if line.get("name") == "death"]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    deaths = [event for event in events if event["name"] == "death"]
     most = 0 if killer is None else math.floor(math.log2(max(death["num_rows"] for death in deaths))) + 3
     if len(deaths) > most:
         raise Difference(f"an unhurt run has {len(deaths)} deaths, and at most {most} are allowed")

@@ -234,10 +234,10 @@ def test_a_stop_while_another_hosts_lock_is_watched(tmp_path: pathlib.Path) -> N
 def test_a_stop_during_recovery(tmp_path: pathlib.Path) -> None:
     marker, out, spec = tmp_path / "held", tmp_path / "out", jobs.spec_of(tmp_path)
     assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
-    # What was staged is adopted, and about to be committed.
-    process = jobs.start("run", spec, faults=f"manifest.before_write:2=hold {marker}")
+    # The line of this part is committed, and the next start is about to rename it.
+    process = jobs.start("run", spec, faults=f"coordinator.before_publish:1=hold {marker}")
     held(process, marker)
-    assert not list((out / "staging").glob("*.parquet"))
+    assert len(list((out / "parts").glob("*.parquet"))) == 2
     process.send_signal(USR1)
     assert_stopped(process, out, "SIGUSR1")
     marker.unlink(missing_ok=True)

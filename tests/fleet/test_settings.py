@@ -12,11 +12,12 @@ from batchinf.base.errors import SpecError
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.engine_defaults import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
-from batchinf.fleet.local.devices import place
+from batchinf.fleet.local.devices import slots_on
 from batchinf.fleet.local.environment import process_environment
 from batchinf.fleet.memory.engine_settings import EngineSettings, applies_to, kept
 from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
+from batchinf.manifest.lines import Lowered
 from batchinf.model.cache import LayerState, kv_cache_of
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
@@ -112,13 +113,14 @@ def test_more_memory_than_the_device_has_is_refused() -> None:
 
 
 def test_replicas_of_the_first_round_have_devices_of_their_own() -> None:
-    slots = place(spec_of(parallel={"replicas_per_device": 2}).parallel, ["0", "1"], range(8))
+    slots = slots_on(spec_of(parallel={"replicas_per_device": 2}).parallel, ["0", "1"], range(8))
     assert [(slot.devices, slot.sharers) for slot in slots] == [(("0",), 2), (("1",), 2), (("0",), 2), (("1",), 2)]
     assert sum(slot.num_devices for slot in slots) == 2
-    fewer = place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}).parallel, ["0", "1"], range(8))
+    three = spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}).parallel
+    fewer = slots_on(three, ["0", "1"], range(8))
     assert [(slot.devices, slot.sharers) for slot in fewer] == [(("0",), 2), (("1",), 1), (("0",), 2)]
     with pytest.raises(SpecError, match="5 replica"):
-        place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}).parallel, ["0", "1"], range(8))
+        slots_on(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}).parallel, ["0", "1"], range(8))
 
 
 def test_engines_that_share_a_device_share_its_memory() -> None:
@@ -168,9 +170,9 @@ def test_graphs_end_at_a_lowered_batch() -> None:
 def test_lowered_settings_hold_for_as_many_replicas_on_a_device() -> None:
     spec, one = (spec_of(parallel={"replicas_per_device": number}) for number in (2, 1))
     lowered = {"gpu_memory_utilization": 0.39}
-    event = {"lowered": lowered, "applies_to": applies_to(spec, lowered)}
-    assert kept(spec, event) == lowered
-    assert kept(one, event) == {}
+    record = Lowered(lowered, applies_to(spec, lowered))
+    assert kept(spec, record) == lowered
+    assert kept(one, record) == {}
 
 
 def never() -> float:

@@ -11,7 +11,7 @@ import jobs
 from batchinf.base.errors import SpecError
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.local.devices import place
+from batchinf.fleet.local.devices import slots_on
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
@@ -40,7 +40,7 @@ class Devices(LocalBackend):
         return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
 
     def slots_for(self, spec: JobSpec) -> list[Slot]:
-        return place(spec.parallel, self.devices(), (0,))
+        return slots_on(spec.parallel, self.devices(), (0,))
 
 
 def spec_of(folder: pathlib.Path, shape: str, **sections: Any) -> SpecFile:
