@@ -45,7 +45,7 @@ def check_push(file: SpecFile, job_id: str | None) -> None:
             f"output.push_to_hub: got it with --slice {file.slice}; leave it out, and when all slices are done, run "
             f"batchinf export {file.spec.output.path} --to hf -o FOLDER --push-to-hub {target.repository}"
         )
-    JobDataset.reserve(target, job_id, "no row has run")
+    JobDataset.reserve(target, job_id, "no engine has started")
 
 
 def push_output(file: SpecFile, summary: Summary, say: Callable[[str], None], stop: threading.Event | None) -> Summary:

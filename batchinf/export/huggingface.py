@@ -91,7 +91,7 @@ class JobDataset:
 
         job_id: None for a job that has not begun. again: the end of the error, which says what to do.
         """
-        from huggingface_hub import HfApi, errors, get_token
+        from huggingface_hub import HfApi, errors, get_token, utils
 
         name = target.repository
         api = HfApi()
@@ -100,7 +100,9 @@ class JobDataset:
             if get_token() is None:
                 raise errors.LocalTokenNotFoundError
             api.create_repo(name, repo_type="dataset", private=not target.public, exist_ok=True)
-            api.auth_check(name, repo_type="dataset", write=True)
+            # As `auth_check` with `write`, which versions before 2.4 may lack.
+            url = f"{api.endpoint}/api/datasets/{name}/auth-check/write"
+            utils.hf_raise_for_status(utils.get_session().get(url, headers=utils.build_hf_headers()))
             found = api.dataset_info(name)
             commit = str(found.sha)
             files = {file.rfilename for file in found.siblings or ()} - _HUBS_OWN

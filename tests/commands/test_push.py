@@ -151,10 +151,10 @@ def test_a_push_that_is_killed_runs_again(method: str, end: str, hub: Hub, tmp_p
 
 @pytest.mark.slow
 def test_an_answer_that_is_lost_after_the_commit(hub: Hub, tmp_path: pathlib.Path) -> None:
-    spec = spec_of(tmp_path)
+    spec = spec_of(tmp_path, push_to_hub={"repository": NAME, "public": True})
     hub.fault = lambda method, path: "cut after" if path == COMMIT else ""
     assert_refused(jobs.run("run", spec, **hub.environment(tmp_path)), "run the same command again to push it")
-    assert hub.rows(NAME) == list(jobs.unhurt())
+    assert hub.rows(NAME) == list(jobs.unhurt()) and hub.visibility[KEY] == "public"
     hub.fault = lambda method, path: ""
     assert "the hub has these rows already" in jobs.finish(spec, **hub.environment(tmp_path)).stdout
 
@@ -189,7 +189,10 @@ def test_a_job_in_a_bucket(hub: Hub, url: str, store: stores.Proxy, tmp_path: pa
     done = jobs.finish(spec, **hub.environment(tmp_path), **environment)
     assert hub.rows(NAME) == list(jobs.unhurt()) and "pushed to the hub" in done.stdout
     assert_no_token(tmp_path / "cache")
-    assert not any(TOKEN.encode() in stores.read(url, name) for name in stores.names(url))
+    for folder in ("commits", "journal", "parts", "telemetry"):
+        names = stores.names(url, folder)
+        assert not any(TOKEN.encode() in stores.read(f"{url}/{folder}", name) for name in names)
+    assert TOKEN.encode() not in stores.read(url, "job.yaml") + stores.read(url, "status.json")
 
 
 @pytest.mark.slow
@@ -249,7 +252,7 @@ def test_what_is_refused_before_any_row_runs(
     monkeypatch.setattr(sys, "argv", ["batchinf", "run", str(spec_of(tmp_path, push_to_hub=push))])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert capsys.readouterr().err == f"error: output.push_to_hub: {words}; no row has run\n"
+    assert capsys.readouterr().err == f"error: output.push_to_hub: {words}; no engine has started\n"
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
 
 
@@ -262,6 +265,6 @@ def test_slices_do_not_push(tmp_path: pathlib.Path) -> None:
 def test_a_new_job_in_the_folder_of_another_one_is_refused_first(hub: Hub, tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path)
     jobs.finish(spec, **hub.environment(tmp_path))
-    before = sorted(os.listdir(tmp_path))
+    before = {*os.listdir(tmp_path), "hf"}
     assert_refused(jobs.run("run", spec, "--fresh", **hub.environment(tmp_path)), "which this job has not pushed")
-    assert sorted(os.listdir(tmp_path)) == before  # the old job keeps its name
+    assert {*os.listdir(tmp_path)} == before  # the old job keeps its name
