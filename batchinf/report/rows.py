@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.database import open_duckdb
+from batchinf.base.database import open_duckdb, register
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.storage import Folder
@@ -214,7 +214,7 @@ class _Rows:
             selects.append(f"SELECT {columns} FROM parts")
         if self._journalled:
             names = [n for n in (*self._types, IMAGE_DIGESTS) if n in self._journalled[0].column_names]
-            self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
+            register(self._connection, "journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
             selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
         nothing = "SELECT NULL AS error_type WHERE false"
         self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
