@@ -101,7 +101,7 @@ def _is_one_file(mapped: pa.MemoryMappedFile) -> bool:
     with contextlib.suppress(OSError):
         for _ in pa.ipc.MessageReader.open_stream(mapped):
             pass
-        return mapped.tell() >= footer
+        return bool(mapped.tell() >= footer)
     return True
 
 
