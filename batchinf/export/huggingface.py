@@ -102,7 +102,8 @@ class JobDataset:
             api.create_repo(name, repo_type="dataset", private=not target.public, exist_ok=True)
             # As `auth_check` with `write`, which versions before 2.4 may lack.
             url = f"{api.endpoint}/api/datasets/{name}/auth-check/write"
-            utils.hf_raise_for_status(utils.get_session().get(url, headers=utils.build_hf_headers()))
+            answer = utils.get_session().get(url, headers=utils.build_hf_headers())  # type: ignore[attr-defined]
+            utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             found = api.dataset_info(name)
             commit = str(found.sha)
             files = {file.rfilename for file in found.siblings or ()} - _HUBS_OWN
