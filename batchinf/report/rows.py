@@ -16,7 +16,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.database import open_duckdb
+from batchinf.base.database import open_duckdb, register
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.storage import Folder
@@ -225,7 +225,7 @@ class _Rows:
             fields = [known.field(name) for name in (*names, *self._token_lists) if name in known.names]
             schema = pa.schema([field.with_type(_without_halves(field.type)) for field in fields])
             tables = [table.select(schema.names).cast(schema) for table in self._journalled]
-            self._connection.register("journalled", pa.concat_tables(tables))
+            register(self._connection, "journalled", pa.concat_tables(tables))
             selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
         nothing = "SELECT NULL AS error_type WHERE false"
         self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
