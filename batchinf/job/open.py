@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base import faults
 from batchinf.base.errors import InputError, SpecError
@@ -107,6 +108,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         spec = task.resolve(spec, model)
         check_prompts(spec, model)
         check_heads(spec, model)
+        _check_retry(task, spec, model)
         adapters = resolve_adapters(spec, model, began_as.get("lora"))
         folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
@@ -127,6 +129,20 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         if job.task.reads_prompt_logits:
             refuse_head(adapters)
         return job
+
+
+def _check_retry(task: type[Task], spec: JobSpec, model: Model) -> None:
+    """Raise SpecError if the rows of the section `retry` cannot run with its sampling."""
+    if spec.retry is None:
+        return
+    try:
+        JobSpec.model_validate_json(spec.model_dump_json())  # the model has filled fields of sampling
+        tried = spec.model_copy(update={"sampling": spec.retry.sampling_of(spec.sampling), "retry": None})
+        check_prompts(task.resolve(_with_defaults(task, tried, model, None)[0], model), model)
+    except ValidationError as error:
+        raise SpecError(f"retry.set: {error.errors()[0]['msg']}") from None
+    except SpecError as error:
+        raise SpecError(f"retry.set: {error}") from None
 
 
 def _with_rules(file: SpecFile, state: State | None) -> SpecFile:

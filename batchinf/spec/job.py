@@ -31,6 +31,7 @@ from batchinf.spec.fields import (
 )
 from batchinf.spec.input import InputSpec
 from batchinf.spec.output import OutputSpec
+from batchinf.spec.retry import RetrySpec
 from batchinf.spec.sampling import SamplingSpec
 
 # `spec.file` expands environment variables and ~ in these fields.
@@ -278,6 +279,7 @@ class JobSpec(Section):
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Exit with code 3 above this share of error rows. If it is below 0.5, a job ends early if half of the first 1,000
     rows fail."""
+    retry: Annotated[RetrySpec | None, RUNTIME] = None
     price_per_gpu_hour: Annotated[float | None, Field(ge=0, le=10**9), RUNTIME] = None
     """Price of one GPU for an hour. With it, `plan`, `status` and `report` say what the job costs; the last two take
     the price with which the job began. Their `--price` wins."""
@@ -321,6 +323,8 @@ class JobSpec(Section):
                         "say where the reasoning ends", "sampling.thinking_token_budget")  # fmt: skip
         self._check_adapters()
         self._check_tools()
+        if self.retry is not None:
+            self.retry.check(self.sampling)
         if self.input.has_images:
             self._check_images()
         return self
