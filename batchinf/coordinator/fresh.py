@@ -14,7 +14,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, is_slice_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.retry import retry_predicate
+from batchinf.coordinator.retry import check_retry
 from batchinf.coordinator.start import CHECKING, with_known_degrees
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
@@ -127,7 +127,7 @@ def _check_all(
     with contextlib.closing(job.source):
         if job.slice is not None:
             check_cut(job)
-        retry_predicate(job, None)
+        list(check_retry(job, None))
         files = [prepared.file, retried_structures(prepared.file)] if job.spec.scripted is None else []
         for spec_file in filter(None, files):
             with StructuresCheck(spec_file, job.model.tokenizer) as check:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base import faults
-from batchinf.base.errors import DriftError, OutputError
+from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.parquet import open_part
 from batchinf.coordinator.repair import RepairFile, take_rows
 from batchinf.job.choose import Say
@@ -312,6 +313,19 @@ def _with_overrides(job: Job, overrides: Mapping[str, Any]) -> Job:
     return dataclasses.replace(job, spec=job.spec.model_copy(update={"sampling": sampling, "retry": None}))
 
 
+def check_retry(job: Job, state: State | None) -> Iterator[str]:
+    """Check the section `retry` of the spec, and yield a line if it may mend little. Raises UserError."""
+    if job.spec.retry is None:
+        return
+    retry_predicate(job, state)
+    repeats = job.spec.sampling.temperature == 0 and "temperature" not in job.spec.sampling.columns
+    if not retry_overrides(job) and (repeats or not job.task.draws_tokens):
+        yield (
+            "warning: retry has no `set`, and the job has no temperature above 0: rows that run again give the same "
+            "results; only failed images and engines may be mended"
+        )
+
+
 def retry_predicate(job: Job, state: State | None) -> Predicate | None:
     """Which rows the section `retry` runs again; None without it. Raises PredicateError."""
     if job.spec.retry is None:
@@ -327,7 +341,10 @@ def retry_overrides(job: Job) -> dict[str, Any]:
     """The fields of sampling that the section `retry` changes, as a retry by hand with `--set` has them."""
     assert job.spec.retry is not None
     before = job.spec.sampling.model_dump(mode="json")
-    now = job.spec.retry.sampling_of(job.spec.sampling).model_dump(mode="json")
+    try:
+        now = job.spec.retry.sampling_of(job.spec.sampling).model_dump(mode="json")
+    except ValidationError as error:  # the job began with other sampling than the spec has now
+        raise SpecError(f"retry.set: {error.errors()[0]['msg']}") from None
     return {f"{SAMPLING}{name}": value for name, value in now.items() if value != before[name]}
 
 

@@ -24,7 +24,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.repair import RepairFile
-from batchinf.coordinator.retry import new_retry, retry_predicate
+from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
@@ -113,7 +113,8 @@ def start(
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
-        retry_predicate(job, state)
+        for line in check_retry(job, state):
+            display.say(line)
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
         # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
         make_builder = functools.cache(job.prompt_builder)

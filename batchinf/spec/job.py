@@ -280,6 +280,7 @@ class JobSpec(Section):
     """Exit with code 3 above this share of error rows. If it is below 0.5, a job ends early if half of the first 1,000
     rows fail."""
     retry: Annotated[RetrySpec | None, RUNTIME] = None
+    """Run rows again that failed or that SQL names, in the same run, when all rows are done."""
     price_per_gpu_hour: Annotated[float | None, Field(ge=0, le=10**9), RUNTIME] = None
     """Price of one GPU for an hour. With it, `plan`, `status` and `report` say what the job costs; the last two take
     the price with which the job began. Their `--price` wins."""

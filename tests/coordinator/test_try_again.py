@@ -92,7 +92,8 @@ def test_an_attempt_has_other_seeds(tmp_path: pathlib.Path) -> None:
         sampling = {"temperature": temperature, "max_tokens": 30}
         more = {"sampling": sampling, "input": {"limit": 20}, "retry": {"where": "row_index < 10"}}
         spec = jobs.spec_of(folder, **{**BASE, **more, "max_error_rate": 0.0})
-        jobs.finish(spec)
+        done = jobs.finish(spec)
+        assert ("rows that run again give the same results" in done.stderr) == (not is_other)
         plain = jobs.spec_of(folder, **{**BASE, **more, "retry": None, "output": {"path": str(folder / "plain")}})
         jobs.finish(plain)
         pairs = list(zip(jobs.rows_of(folder / "out"), jobs.rows_of(folder / "plain"), strict=True))

@@ -28,7 +28,7 @@ from batchinf.commands.validate.findings import (
     ValidateFinding,
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
-from batchinf.coordinator.retry import retry_predicate
+from batchinf.coordinator.retry import check_retry
 from batchinf.coordinator.start import with_known_degrees
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -87,7 +87,7 @@ def validate_job(
             yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
         num_chosen = len(job.rows) if chosen is None else chosen.num_rows
         check_size(job, None if state is not None else num_chosen)
-        retry_predicate(job, state)
+        yield from _warnings(check_retry(job, state))
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
