@@ -59,14 +59,14 @@ LOOK = [{"role": "user", "content": [{"type": "text", "text": "{{ prompt }}"}, {
 # Shapes of jobs: what is merged over the spec, the kind of file, and the number of slices.
 SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "plain": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
-    # By rules 1, rows that run again keep their seeds, so that a sampled row has few variants.
-    "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}, "rules": 1}, ".csv", 0),
-    "mixed": ({"sampling": {"columns": {"n": "samples"}, "temperature": 0.8}, "rules": 1}, ".jsonl", 0),
+    # By rules 2, rows that run again keep their seeds, so that a sampled row has few variants.
+    "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}, "rules": 2}, ".csv", 0),
+    "mixed": ({"sampling": {"columns": {"n": "samples"}, "temperature": 0.8}, "rules": 2}, ".jsonl", 0),
     "parquet": ({"output": {"rows_per_shard": 4}, "sampling": {"logprobs": 1}}, ".parquet", 0),
     "ordered": ({"input": {"order": "prefix", "where": "language <> 'fr'"}}, ".jsonl", 0),
     "slices": ({}, ".jsonl", 2),
     "pictures": (
-        {"model": str(VISION), "input": {"messages": LOOK}, "sampling": {"n": 2, "temperature": 0.8}, "rules": 1},
+        {"model": str(VISION), "input": {"messages": LOOK}, "sampling": {"n": 2, "temperature": 0.8}, "rules": 2},
         ".jsonl",
         0,
     ),
@@ -619,6 +619,7 @@ class JobModel(RuleBasedStateMachine):
             "input": {"job": str(self.out), "id_column": "id", "prompt_column": "text"},
             "output": {"path": str(folder / "out"), "rows_per_shard": 5, "keep_columns": {"text": "first"}},
             "sampling": {"temperature": 0.0, "max_tokens": 4},
+            "retry": None,
         }
         path = folder / "job.yaml"
         path.write_text(json.dumps(spec))

@@ -31,7 +31,7 @@ from batchinf.replica.worker import Worker, window
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
-from batchinf.spec.job import FIRST_RULES
+from batchinf.spec.job import RULES_OF_ATTEMPTS
 from batchinf.tasks.base import Task
 
 # A row that fails before it reaches the engine, with its message.
@@ -124,7 +124,7 @@ class Pipeline:
             max_model_len=info.max_model_len,
             render=engine.render,
             images=self._image_prompts(),
-            attempt=self.retry.attempt if self.retry is not None and self._spec.rules > FIRST_RULES else 0,
+            attempt=self.retry.attempt if self.retry is not None and self._spec.rules >= RULES_OF_ATTEMPTS else 0,
         )
         return Worker(
             engine=engine,

@@ -56,8 +56,9 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
 
 # The number of today's rules by which files become rows, prompts and seeds. A change that gives a job other rows,
 # prompts or seeds raises it, and keeps the old rule for jobs that began with a lower number.
-RULES = 2
+RULES = 3
 FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
+RULES_OF_ATTEMPTS = 3  # the first by which the number of an attempt enters the seeds of rows that run again
 
 # The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
 WHOLE_STEPS = "batchinf_whole_steps"

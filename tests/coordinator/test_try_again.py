@@ -236,7 +236,7 @@ def test_a_row_with_a_seed_of_its_line_repeats(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_job_of_before_keeps_its_seeds(tmp_path: pathlib.Path) -> None:
-    more = {"sampling": {"max_tokens": 30, "n": 1}, "input": {"limit": 5}, "rules": 1}
+    more = {"sampling": {"max_tokens": 30, "n": 1}, "input": {"limit": 5}, "rules": 2}
     spec = jobs.spec_of(tmp_path, **{**BASE, **more})
     jobs.finish(spec)
     before = jobs.rows_of(tmp_path / "out")
