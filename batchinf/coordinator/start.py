@@ -10,7 +10,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import naming_lines, open_input
+from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
 from batchinf.manifest.lines import Recovered
 from batchinf.manifest.lock import JobLock
@@ -86,7 +86,11 @@ def start(
     """
     if prepared.state is not None:
         check_current(prepared.folder, prepared.state.header, is_done=prepared.state.is_done)
-    prepared = with_known_numbers(prepared, backend, display.say)
+    prepared = with_known_numbers(
+        prepared,
+        functools.partial(with_known_length, say=display.say),
+        functools.partial(with_degrees, backend=backend, say=display.say),
+    )
     _note_later_columns(prepared, display.say)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
@@ -149,23 +153,6 @@ def start(
 
 
 # -- without the input -------------------------------------------------------------------------------------------------
-
-
-def with_known_numbers(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
-    """The job with numbers in place of `auto` for the length and the degrees."""
-    if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, say)
-    return with_known_degrees(prepared, backend, say)
-
-
-def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
-    """The job with numbers in place of `auto` for the tensor and pipeline-parallel sizes. Raises SpecError."""
-    begun_with = None if prepared.state is None else prepared.state.header.spec["parallel"]
-    file = with_degrees(prepared.file, backend, say, begun_with)
-    if file is prepared.file:
-        return prepared
-    spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
-    return replace(prepared, file=file, spec=spec)
 
 
 def _note_later_columns(prepared: PreparedJob, say: Say) -> None:

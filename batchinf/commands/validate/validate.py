@@ -5,6 +5,7 @@ Each check yields a finding, which is shown before a later check fails.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -29,11 +30,10 @@ from batchinf.commands.validate.findings import (
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.retry import check_retry
-from batchinf.coordinator.start import with_known_degrees
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices
+from batchinf.fleet.parallel import check_devices, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
@@ -41,6 +41,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import naming_lines, open_input, prepare_job
+from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
@@ -120,9 +121,11 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
     new: NewRows = "leave" if is_done else "refuse"
     prepared = prepare_job(file, state, new)
     check_weights(prepared.model, prepared.spec.model.load_format)  # reading the rows may take minutes
-    if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, remarks.append, cache, progress=say_on_stderr)
-    prepared = with_known_degrees(prepared, _local(file.spec), remarks.append)
+    prepared = with_known_numbers(
+        prepared,
+        functools.partial(with_known_length, say=remarks.append, cache=cache, progress=say_on_stderr),
+        functools.partial(with_degrees, backend=_local(file.spec), say=remarks.append),
+    )
     job = open_input(prepared, cache)
     if is_done:
         try:
