@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Literal
 
-import numpy as np
-
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
@@ -42,7 +40,7 @@ from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import naming_lines, open_input, prepare_job
 from batchinf.job.resolve import with_known_numbers
-from batchinf.job.sample import hopeless, sample_rows
+from batchinf.job.sample import hopeless, sampled_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
@@ -234,8 +232,7 @@ def _sample_findings(
     empty = EmptyValues(job.spec)
     structures = RowStructures(job.spec)
     with_images: list[Prompt] = []
-    for sampled in sample_rows(positions, seed):
-        rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
+    for rows in sampled_rows(job, positions, builder.columns, seed=seed):
         empty.add(rows)
         for prompt in images.looked_at(builder.build(rows, max_model_len(job))):
             structures.add(prompt)
