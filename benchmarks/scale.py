@@ -225,7 +225,7 @@ class Replicas:
             lease, _ = replica.open.popleft()
             num_rows = 0 if lease.is_stored else lease.num_rows
             part = self._part(replica, lease) if lease.is_whole else None
-            replica.channel.send(LeaseDone(lease.key, num_rows, part=part))
+            replica.channel.send(LeaseDone(lease, num_rows, part=part))
         while replica.leases and replica.given - replica.finished < WINDOW:
             lease = replica.leases.popleft()
             replica.given += 0 if lease.is_stored else lease.num_rows
@@ -281,7 +281,7 @@ class SimulatedHandle:
     incarnation: str
     channel: Channel
     selector: selectors.BaseSelector
-    identity: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
     has_own_cache: bool = False
     started: float = field(default_factory=time.monotonic)
 

@@ -205,7 +205,7 @@ class Replica:
         # Rows finish in another order. A lease counts as stored once so many rows are finished.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
-            self.hear(LeaseDone(lease.key, lease.num_rows))
+            self.hear(LeaseDone(lease, lease.num_rows))
             if not lease.is_whole:
                 assignment.note_stored(lease)
         engine = self.engine

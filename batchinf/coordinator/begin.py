@@ -13,6 +13,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
+from batchinf.fleet.engine_defaults import lines_of
 from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
@@ -45,7 +46,7 @@ def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, 
     # Segments without a manifest belong to no job.
     journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
     header, extent = new_header(job, len(launcher.slots), choice, job_id)
-    notes = "".join(f"# {line}\n" for line in launcher.chosen.lines())
+    notes = "".join(f"# {line}\n" for line in lines_of(launcher.settings.chosen))
     job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
     manifest.record(header)

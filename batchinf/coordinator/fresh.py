@@ -123,7 +123,7 @@ def _check_all(
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
     prepared = with_known_degrees(prepared, functools.partial(with_degrees, backend=backend, say=display.say))
-    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
+    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say, by_rows=False)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN), display.say)
     with contextlib.closing(job.source):

@@ -181,7 +181,7 @@ class LeaseBegun:
 class LeaseDone:
     """All rows of a lease are finished. A whole shard is a part in `staging/`; the journal has any other lease."""
 
-    lease: Key
+    lease: Lease
     num_rows: int
     """Its output rows that `Progress` has counted."""
     errors: dict[str, int] = field(default_factory=dict)

@@ -10,7 +10,6 @@ from fleets import fleet_of
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_defaults import Chosen
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
@@ -115,7 +114,6 @@ def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launch
         epoch=1,
         slots=[Slot(0, ("0",), ())],
         settings=settings,
-        chosen=Chosen({}),
     )
 
 

@@ -41,7 +41,7 @@ class ThreadReplica:
         self, launch: Launch, has_events: threading.Condition, *, is_lost_later: bool, loses_host: bool = False
     ) -> None:
         self.incarnation = launch.incarnation
-        self.identity: dict[str, Any] = {"thread": launch.incarnation}
+        self.reference: dict[str, Any] = {"thread": launch.incarnation}
         self.is_closed = False
         self.events: list[Event] = []
         self._launch, self._has_events = launch, has_events

@@ -88,7 +88,7 @@ class Bench:
     def finish(self, number: int) -> None:
         """A replica finishes its oldest lease."""
         lease = next(iter(self.leases(number).values()))
-        self.hear(number, LeaseDone(lease.key, 0))
+        self.hear(number, LeaseDone(lease, 0))
         if not lease.is_whole:
             self.assignment.note_stored(lease)
 

@@ -248,7 +248,7 @@ class Job:
             del engine.leases[lease.key]
             self.world.stored |= set(range(lease.start, lease.stop))
             num_condemned = len(engine.condemned & set(range(lease.start, lease.stop)))
-            replica.hear(LeaseDone(lease.key, lease.num_rows, {CONDEMNED: num_condemned}), now=0.0, at=0.0)
+            replica.hear(LeaseDone(lease, lease.num_rows, {CONDEMNED: num_condemned}), now=0.0, at=0.0)
             self.is_done[lease.index] = True
             self.quarantine.forget(lease.index)
 

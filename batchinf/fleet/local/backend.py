@@ -37,7 +37,7 @@ from batchinf.fleet.local.environment import (
     sweep_sockets,
 )
 from batchinf.fleet.local.process_group import (
-    GroupIdentity,
+    StoredGroup,
     bytes_read,
     end_leftover,
     end_process_group,
@@ -93,9 +93,9 @@ class LocalReplica:
     """Lifetime and exit code when its end began."""
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """See `ReplicaHandle`. The replica's process id is also the id of its process group and session."""
-        return GroupIdentity.of(self.process.pid).model_dump()
+        return StoredGroup.of(self.process.pid).model_dump()
 
     def send(self, command: Command) -> None:
         self.channel.send(command)

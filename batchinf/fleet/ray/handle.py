@@ -73,7 +73,7 @@ class RayReplica:
         return self._order.has_own_cache
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         return {"cluster": self._cluster.address, "group": self._name}
 
     def _place(self) -> None:
