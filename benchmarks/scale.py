@@ -34,12 +34,14 @@ from batchinf.base.stop_signals import interruptible
 from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.backend import DeviceWatch, Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
+from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.names import staging_name
-from batchinf.records import EngineInfo, EngineStats, Lease, Part, StartedReplica
+from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Assign,
     Command,

@@ -24,10 +24,10 @@ from batchinf.base.errors import InputError, ModelError, RowError, SpecError
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.environment import engine_environment
 from batchinf.fleet.local.process_group import StoredGroup
+from batchinf.manifest.lines import StartedReplica
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.renderer import Renderer
-from batchinf.records import StartedReplica
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import dump_spec, read_spec

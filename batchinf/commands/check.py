@@ -28,9 +28,9 @@ from batchinf.manifest.versions import check_current, check_version, spec_text, 
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.parts import stated_part
 from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, is_newer, job_of, other_owner
-from batchinf.records import Extent, Part
+from batchinf.records import Part
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
-from batchinf.schedule.shards import shard_at, total_rows, total_shards
+from batchinf.schedule.shards import Extent, shard_at, total_rows, total_shards
 from batchinf.tasks.registry import task_of
 
 _PARTS_TO_ASK = 100

@@ -23,14 +23,13 @@ from batchinf.job.job import Job, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import gone
-from batchinf.manifest.lines import Chosen, Header
+from batchinf.manifest.lines import Chosen, Header, InputJob
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, spec_text
 from batchinf.output import journal
-from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
-from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec

@@ -27,11 +27,11 @@ from batchinf.job.job import PreparedJob
 from batchinf.job.open import open_input
 from batchinf.job.resolve import with_known_degrees
 from batchinf.job.sample import refuse_hopeless
+from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import StartedReplica
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.

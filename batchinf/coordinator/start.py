@@ -43,7 +43,7 @@ from batchinf.job.model_len import with_known_length
 from batchinf.job.open import naming_lines, open_input
 from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
-from batchinf.manifest.lines import Recovered
+from batchinf.manifest.lines import Recovered, StartedReplica
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -57,7 +57,7 @@ from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Int64Array, Prompt, StartedReplica
+from batchinf.records import Int64Array, Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
 

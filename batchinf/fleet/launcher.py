@@ -27,7 +27,7 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
 from batchinf.job.job import Job, PreparedJob, begun_at
-from batchinf.manifest.lines import EndedReplica, Lowered, Retry
+from batchinf.manifest.lines import EndedReplica, Lowered, Retry, StartedReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.model.lora import Adapter
@@ -36,7 +36,6 @@ from batchinf.model.model import Model, check_weights
 from batchinf.output.replace import retry_metadata
 from batchinf.planning.image_rows import images_of_rows
 from batchinf.planning.lengths import shared_share
-from batchinf.records import StartedReplica
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.base import Task

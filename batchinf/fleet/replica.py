@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from batchinf.base.errors import UserError
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
 from batchinf.fleet.status import ReplicaStatus, Totals
-from batchinf.records import EngineInfo, EngineStats, Lease
+from batchinf.records import Lease
 from batchinf.replica.messages import (
     CONDEMNED,
     Event,

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineInfo
 from batchinf.fleet.status import ON_TRIAL, read_status
+from batchinf.manifest.lines import Bottleneck, ReplicaShare, Speed
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import share_of
-from batchinf.records import Bottleneck, EngineInfo, ReplicaShare, Speed
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
 _MOST_LOOKS = 2000

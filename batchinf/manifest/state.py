@@ -23,11 +23,13 @@ from batchinf.manifest.lines import (
     ModelFiles,
     Platform,
     Retry,
+    Speed,
+    StartedReplica,
     read_line,
 )
 from batchinf.manifest.versions import check_version
-from batchinf.records import BoolArray, Extent, Part, PartCounts, Speed, StartedReplica
-from batchinf.schedule.shards import follows, num_shards, rows_of_shards
+from batchinf.records import BoolArray, Part, PartCounts
+from batchinf.schedule.shards import Extent, follows, num_shards, rows_of_shards
 
 MANIFEST_FOLDER = "manifest"
 _BEFORE_HEADER = {"beginning", "started", "ended"}

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.storage import Folder
-from batchinf.engines.protocol import Engine
+from batchinf.engines.protocol import Engine, EngineInfo
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_fields
 from batchinf.manifest.columns import Columns
@@ -20,7 +20,7 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import EngineInfo, Lease, Part
+from batchinf.records import Lease, Part
 from batchinf.replica.answers import Detokenizer, answers_of
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images

@@ -28,8 +28,9 @@ from batchinf.fleet.fleet import Fleet, full_message, last_error
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
+from batchinf.manifest.lines import StartedReplica
 from batchinf.output.journal import Journal
-from batchinf.records import Lease, Part, StartedReplica
+from batchinf.records import Lease, Part
 from batchinf.replica.in_flight import RECORD_BYTES
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.spec.job import JobSpec

@@ -9,6 +9,7 @@ from fleets import fleet_of
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineInfo
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
@@ -17,7 +18,6 @@ from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
 from batchinf.model.memory import fit_of
 from batchinf.model.model import resolve
-from batchinf.records import EngineInfo
 from batchinf.replica.messages import Launch, Ready
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -33,7 +33,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from batchinf.base.errors import RowFailed
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Prompt, RenderedPrompt, Result
+from batchinf.prompts.images import RenderedPrompt
+from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile

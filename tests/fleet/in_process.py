@@ -23,8 +23,8 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
 from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, LeaseBegun, Stop

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from batchinf.base.errors import EngineDeadError, UserError
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
 from batchinf.fleet.replica import FleetReplica, LeasesGivenBack
-from batchinf.records import EngineInfo, EngineStats, Lease, Part
+from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Event,
     Failed,

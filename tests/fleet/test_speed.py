@@ -10,11 +10,12 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.coordinator.ending import Summary
+from batchinf.engines.protocol import EngineInfo
 from batchinf.fleet.speed import StartedEngine, bottleneck
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
+from batchinf.manifest.lines import Bottleneck, Speed
 from batchinf.manifest.state import read_state
-from batchinf.records import Bottleneck, EngineInfo, Speed
 
 pytestmark = pytest.mark.usefixtures("quick_replicas")
 

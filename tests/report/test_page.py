@@ -16,10 +16,9 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Done
+from batchinf.manifest.lines import Bottleneck, Done, Speed
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
-from batchinf.records import Bottleneck, Speed
 from batchinf.report import charts
 from batchinf.report.page import report_page
 from batchinf.report.rows import Bin, Histogram, Share

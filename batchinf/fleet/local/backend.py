@@ -44,9 +44,9 @@ from batchinf.fleet.local.process_group import (
     kill_all_but_trackers,
     members,
 )
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model import files as model_files
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
 from batchinf.spec.job import JobSpec
