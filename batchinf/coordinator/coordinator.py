@@ -33,7 +33,6 @@ from batchinf.fleet.launcher import note_end, start_due
 from batchinf.fleet.replica import Action, FleetReplica, LeasesGivenBack
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
-from batchinf.fleet.speed import StartedEngine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import Lowered, Platform
@@ -386,7 +385,7 @@ class Coordinator:
             versions=engine.versions,
             settings=engine.settings,
         )
-        self.epoch.times.engines[replica.number] = StartedEngine.of(engine)
+        self.epoch.times.engines[replica.number] = engine
         self.epoch.times.ready_at.append(time.monotonic())
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.

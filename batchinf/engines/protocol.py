@@ -22,6 +22,25 @@ class EngineInfo:
     versions: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens for which its cache has room; None if it does not say."""
+        number: int | None = self.settings.get("kv_cache_size_tokens")
+        return number
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return int(self.settings.get("tensor_parallel_size") or 1)
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel_size * int(self.settings.get("pipeline_parallel_size") or 1)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The engine arguments that the spec or batchinf gave."""
+        return dict(self.settings.get("engine_arguments") or {})
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
