@@ -27,7 +27,7 @@ from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.worker import Worker, window
-from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
+from batchinf.replica.writer import Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
@@ -106,7 +106,6 @@ class Pipeline:
             emit=self.emit,
             checkpoint_interval_s=self._spec.checkpoint_interval_s,
             is_mirrored=self._spec.output.is_bucket,
-            room=WIDE if self.task.has_wide_results else USUAL,
         )
         feeder = Feeder(
             source=self.source,

@@ -28,23 +28,14 @@ _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Limits of the writer."""
-
-    max_bytes: int
-    """Of results that are in no segment. If they take more, they are journalled before the checkpoint."""
-    num_closers: int
-    """Parts written at one time."""
-
-
-USUAL = Room(max_bytes=96 << 20, num_closers=1)
-
-
+# If results that are in no segment take more, they are journalled before the checkpoint.
+_MOST_BYTES = 96 << 20
+# Parts written at one time.
+_NUM_CLOSERS = 1
 # For results of 256 KB each. A shard has a few hundred of them, and two or three shards are open at once. With this
 # much memory, each result is written only once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
 _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-WIDE = Room(max_bytes=(128 << 20) * (1 + _WIDE_CLOSERS), num_closers=_WIDE_CLOSERS)
+_WIDE_BYTES = (128 << 20) * (1 + _WIDE_CLOSERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +86,6 @@ class Writer(threading.Thread):
     checkpoint_interval_s: float
     is_mirrored: bool = False
     """Whether the journal goes to a bucket: see `output.checkpoints`."""
-    room: Room = USUAL
 
     def __post_init__(self) -> None:
         super().__init__(name="writer", daemon=True)
@@ -103,7 +93,10 @@ class Writer(threading.Thread):
         self._checkpoint_is_due = threading.Event()
         self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
-        self._closer = ThreadPoolExecutor(self.room.num_closers, thread_name_prefix="closer")
+        has_wide_results = self.task.has_wide_results
+        self._max_bytes = _WIDE_BYTES if has_wide_results else _MOST_BYTES
+        num_closers = _WIDE_CLOSERS if has_wide_results else _NUM_CLOSERS
+        self._closer = ThreadPoolExecutor(num_closers, thread_name_prefix="closer")
         self._closing: list[_Closing] = []
         self._is_stopping = False
         self.totals = _WriterTotals()
@@ -143,7 +136,7 @@ class Writer(threading.Thread):
         # Read the flag before the queue: all that was in the queue when it was set is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_checkpoint - time.monotonic()))
-        is_behind = self._closing_bytes() > self.room.max_bytes
+        is_behind = self._closing_bytes() > self._max_bytes
         if is_behind:
             # Take nothing: the queue fills up, and admission waits.
             items = []
@@ -158,7 +151,7 @@ class Writer(threading.Thread):
             self._checkpoint()
             self._keep_closing()
             self._next_checkpoint = self._checkpoint_after(started, self._spare_s(time.monotonic() - started))
-        elif self._unjournalled_bytes() > self.room.max_bytes:
+        elif self._unjournalled_bytes() > self._max_bytes:
             self._checkpoint()
         self._close_finished()
         self._raise_closing()

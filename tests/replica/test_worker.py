@@ -399,7 +399,7 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
-    monkeypatch.setattr(pipeline, "USUAL", writer.Room(max_bytes=4_000, num_closers=1))
+    monkeypatch.setattr(writer, "_MOST_BYTES", 4_000)
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
