@@ -436,7 +436,7 @@ WRONG = [
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
           "end>'; does a text need quotes?", files={"job.yaml": "model: [tiny\n"}),
     Wrong("no such spec", {},
-          "job.yaml: no such file or directory; must be a job spec, such as jobs/quickstart.yaml",
+          "job.yaml: no such file or directory; must be a job spec, as `batchinf init` writes it",
           files={"job.yaml": None}),
     Wrong("override without a value", {},
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",

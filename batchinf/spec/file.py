@@ -342,9 +342,9 @@ def _read_text(name: str) -> str:
             content = file.read(MAX_SPEC_BYTES + 1)
     except OSError as error:
         near = near_path(name) if isinstance(error, FileNotFoundError) else ""
-        raise SpecError(f"{name}: {reason(error)}; must be a job spec, such as jobs/quickstart.yaml{near}") from None
+        raise SpecError(f"{name}: {reason(error)}; must be a job spec, as `batchinf init` writes it{near}") from None
     if len(content) > MAX_SPEC_BYTES:
-        raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, such as jobs/quickstart.yaml")
+        raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, as `batchinf init` writes it")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
