@@ -280,12 +280,10 @@ class _Rows:
         # Of a few negative numbers, the approximation may be above all of them.
         quantiles = [min(max(value, low), high) for value in quantiles]
         start, step, num_bins = _nice_bins(max(low, quantiles[0]), min(high, quantiles[-1]), is_whole)
-        counts = dict(
-            self._query(
-                f"SELECT least(greatest(floor(({column} - {start}) / {step}), -1), {num_bins})::INT, count(*) "
-                f"{finite} GROUP BY 1"
-            )
-        )
+        # The last bin of fractions has its end, too: many logprobs are 0.
+        is_above = f"{column} {'>=' if is_whole else '>'} {start + num_bins * step}"
+        place = f"least(greatest(floor(({column} - {start}) / {step}), -1), if({is_above}, {num_bins}, {num_bins - 1}))"
+        counts = dict(self._query(f"SELECT {place}::INT, count(*) {finite} GROUP BY 1"))
         values = [low, *quantiles[1:4], high]
         return Histogram(
             title,
@@ -394,7 +392,8 @@ def _nice_bins(low: float, high: float, is_whole: bool) -> tuple[float, float, i
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= step * (1 - 1e-9))
     step = max(1.0, float(math.ceil(step))) if is_whole else step
     start = math.floor(low / step) * step
-    return start, step, max(1, math.floor((high - start) / step) + 1)
+    num_bins = math.floor((high - start) / step) + 1 if is_whole else math.ceil((high - start) / step - 1e-9)
+    return start, step, max(1, num_bins)
 
 
 def _quoted(name: str) -> str:

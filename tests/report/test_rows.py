@@ -106,6 +106,15 @@ def test_tokens_without_alternatives_have_no_entropy(tmp_path: pathlib.Path) -> 
     assert entropies.num_values == 1
 
 
+def test_the_last_bin_of_logprobs_ends_at_zero(tmp_path: pathlib.Path) -> None:
+    logprobs = [0.0] * 60 + [-1.0, -2.0, -3.9, -4.0]
+    columns = {"row_index": [0], "error_type": pa.nulls(1, pa.string()), "logprobs": [logprobs]}
+    pq.write_table(pa.table(columns), tmp_path / "part-000000.parquet")
+    [found] = figures_of([tmp_path / "part-000000.parquet"], []).tokens
+    assert (found.bins[0].start, found.bins[-1].stop, found.bins[-1].num) == (-4.0, 0.0, 60)
+    assert sum(one.num for one in found.bins) == found.num_values == 64
+
+
 def test_labels_reasons_and_errors(figures: RowFigures) -> None:
     assert (figures.labels_of, {share.name for share in figures.labels}) == ("text", {"yes", "no"})
     assert figures.finish_reasons == (Share("stop", 1500), Share("length", 500))
