@@ -15,6 +15,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, is_slice_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.retry import check_retry
 from batchinf.coordinator.start import CHECKING
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
@@ -32,7 +33,7 @@ from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import StartedReplica
-from batchinf.spec.file import SpecFile
+from batchinf.spec.file import SpecFile, retried_structures
 
 # A folder with one of these holds a job or its remains.
 _SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
@@ -129,8 +130,10 @@ def _check_all(
     with contextlib.closing(job.source):
         if job.slice is not None:
             check_cut(job)
-        if job.spec.scripted is None:
-            with StructuresCheck(prepared.file, job.model.tokenizer) as check:
+        list(check_retry(job, None))
+        files = [prepared.file, retried_structures(prepared.file)] if job.spec.scripted is None else []
+        for spec_file in filter(None, files):
+            with StructuresCheck(spec_file, job.model.tokenizer) as check:
                 if not check.is_done:
                     display.say(CHECKING)
                 list(check.lines())

@@ -23,7 +23,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.repair import RepairFile
-from batchinf.coordinator.retry import new_retry
+from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
@@ -58,6 +58,7 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt, StartedReplica
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
+from batchinf.spec.file import retried_structures
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
@@ -110,17 +111,19 @@ def start(
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None and (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
             display.say(note)
-        check = opened.enter_context(_structures_check(prepared))
+        checks = [opened.enter_context(check) for check in _structures_checks(prepared)]
         _start_replicas(prepared, replicas, manifest, display.say)
         job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
+        for line in check_retry(job, state):
+            display.say(line)
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
         # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
         make_builder = functools.cache(job.prompt_builder)
         choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
-        state = _begun(prepared, job, check, choice=choice, manifest=manifest, replicas=replicas, display=display)
+        state = _begun(prepared, job, checks, choice=choice, manifest=manifest, replicas=replicas, display=display)
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         gate = ContentGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         gate.look(replicas.fleet)
@@ -158,11 +161,16 @@ def _note_later_columns(prepared: PreparedJob, say: Say) -> None:
         say(later_columns_line(later))
 
 
-def _structures_check(prepared: PreparedJob) -> contextlib.AbstractContextManager[StructuresCheck | None]:
-    """The check of structured outputs, which runs beside the start; none for a job that has passed it."""
+def _structures_checks(prepared: PreparedJob) -> Iterator[StructuresCheck]:
+    """The checks of structured outputs, which run beside the start; none for a job that has passed them.
+
+    Those of the section `retry` may be new in each run.
+    """
+    tokenizer = prepared.model.tokenizer
     if prepared.spec.scripted is None and (prepared.state is None or prepared.retry is not None):
-        return StructuresCheck(prepared.file, prepared.model.tokenizer)
-    return contextlib.nullcontext()
+        yield StructuresCheck(prepared.file, tokenizer)
+    if prepared.spec.scripted is None and (file := retried_structures(prepared.file)) is not None:
+        yield StructuresCheck(file, tokenizer)
 
 
 def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifest, say: Say) -> None:
@@ -190,7 +198,7 @@ def open_checked(prepared: PreparedJob, say: Say) -> Job:
 def _begun(
     prepared: PreparedJob,
     job: Job,
-    check: StructuresCheck | None,
+    checks: Sequence[StructuresCheck],
     *,
     choice: Choice | None,
     manifest: Manifest,
@@ -202,7 +210,7 @@ def _begun(
     choice: the rows of a new job.
     """
     state = prepared.state
-    if check is not None:
+    for check in checks:
         num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
         _await(check, replicas.fleet, num_rows, display)
     if choice is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base import faults
 from batchinf.base.errors import InputError, SpecError
@@ -90,6 +91,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         file, spec, origins = with_model(file, model, state)
         check_prompts(spec, model)
         check_heads(spec, model)
+        _check_retry(file, spec, model)
         adapters = resolve_adapters(spec, model, identity.get("lora"))
         folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
@@ -110,6 +112,21 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         if job.task.reads_prompt_logits:
             refuse_head(adapters)
         return job
+
+
+def _check_retry(file: SpecFile, spec: JobSpec, model: Model) -> None:
+    """Raise SpecError if the rows of the section `retry` cannot run with its sampling. spec: resolved."""
+    if (retry := spec.retry) is None:
+        return
+    try:
+        JobSpec.model_validate_json(spec.model_dump_json())  # the model has filled fields of sampling
+        tried = file.spec.model_copy(update={"sampling": retry.sampling_of(file.spec.sampling), "retry": None})
+        _, tried, _ = with_model(replace(file, spec=tried), model, None)
+        check_prompts(tried, model)
+    except ValidationError as error:
+        raise SpecError(f"retry.set: {error.errors()[0]['msg']}") from None
+    except SpecError as error:
+        raise SpecError(f"retry.set: {error}") from None
 
 
 def _task_of_lines(spec: JobSpec) -> str | None:

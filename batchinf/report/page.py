@@ -207,8 +207,12 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
 
 
 def _repair_cards(report: StatusReport) -> Iterator[Card]:
-    """Input rows that retries took from files."""
+    """Input rows that retries mended or took from files."""
     for job in report.jobs:
+        for retry in job.retries:
+            if retry.num_mended is not None:
+                note = f"of {retry.num_rows:,} by retry {retry.number} ({clip(retry.predicate)})"
+                yield Card("input rows mended", f"{retry.num_mended:,}", note)
         for repair in job.repairs:
             note = f"by retry {repair.retry}, from {clip(repair.path)}"
             yield Card("input rows repaired", f"{repair.num_rows:,}", note)

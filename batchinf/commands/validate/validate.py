@@ -27,6 +27,7 @@ from batchinf.commands.validate.findings import (
     ValidateFinding,
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
+from batchinf.coordinator.retry import check_retry
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
@@ -53,7 +54,7 @@ from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
-from batchinf.spec.file import SpecFile
+from batchinf.spec.file import SpecFile, retried_structures
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -85,11 +86,15 @@ def validate_job(
             yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
         num_chosen = len(job.rows) if chosen is None else chosen.num_rows
         check_size(job, None if state is not None else num_chosen)
+        yield from _warnings(check_retry(job, state))
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
         with StructuresCheck(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer) as structures:
             yield from (Remark("structure", text) for text in structures.lines())
+        if (retried := retried_structures(dataclasses.replace(job.file, spec=job.spec))) is not None:
+            with StructuresCheck(retried, job.model.tokenizer) as structures:
+                yield from (Remark("structure", f"{text} (retry.set)") for text in structures.lines())
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
         yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
