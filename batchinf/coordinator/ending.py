@@ -222,9 +222,11 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
+        push = file.spec.output.push_to_hub
         raise ErrorRateExceeded(
             f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "all rows are stored, with error_type and error_message; a higher max_error_rate allows this\n"
+            "all rows are stored, with error_type and error_message; a higher max_error_rate allows this"
+            + ("\n" if push is None else f"; nothing is pushed to {push.repository}\n")
             + "\n".join(summary.lines())
         )
     return summary

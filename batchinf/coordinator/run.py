@@ -86,13 +86,15 @@ def run_job(
     fresh: bool,
     input: str | None = None,
     begins_together: bool = False,
+    check_id: Callable[[str | None], None] = lambda job_id: None,
 ) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
     run again. input: a file from which the retry takes rows. extends: first take in new rows of the input. fresh: move
     the folder's job aside and start a new one. begins_together: no replica begins its rows before the engines of all
-    are up; for trials, which measure the speed.
+    are up; for trials, which measure the speed. check_id: called before any row runs with the id of the folder's job,
+    or None; it may raise UserError.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
@@ -103,11 +105,13 @@ def run_job(
         out = file.spec.output.folder
         folder = job_folder(out, file.slice)
         if fresh:
+            check_id(None)
             _move_aside(file, backend, display)
         refuse_other_cut(out, file.slice)
         state = read_state(folder)
         _check_held(folder, state, retry)
         prepared, contents = _prepare(file, state, retry, extends=extends)
+        check_id(None if state is None else state.header.job_id)
         if state is not None and _is_finished(prepared, state, mirror, display):
             if extends:
                 display.say(NOTHING_NEW)
