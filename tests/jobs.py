@@ -165,10 +165,10 @@ def inherited() -> dict[str, str]:
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
-    """Whether a command runs a job on real vLLM, and vLLM is installed."""
+    """Whether a command runs a job on real vLLM or asks a process that imports PyTorch, and vLLM is installed."""
     if importlib.util.find_spec("vllm") is None or path == "--help":
         return False
-    if command in ("run-batch", "verify"):
+    if command in ("plan", "run-batch", "verify"):
         return True
     if command != "run" or not pathlib.Path(path).is_file():
         return False
