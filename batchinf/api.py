@@ -11,6 +11,7 @@ A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
 from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.commands.plan.report import PlanReport
+from batchinf.commands.push import check_push, push_output
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate.findings import ValidateFinding, ValidateReport
 from batchinf.commands.validate.validate import validate_job
@@ -124,7 +126,7 @@ def run(
     with interruptible(stop):
         file = read_checked(spec, overrides, parsed)
         with contextlib.closing(choose_backend(file.spec)) as backend:
-            return run_job(
+            summary = run_job(
                 file,
                 backend,
                 display,
@@ -132,7 +134,9 @@ def run(
                 extends=extend,
                 fresh=fresh,
                 input=None if input is None else os.fspath(input),
+                check_id=functools.partial(check_push, file),
             )
+        return push_output(file, summary, display.say, stop)
 
 
 def validate(

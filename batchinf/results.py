@@ -15,6 +15,7 @@ order they ran. Only `batches` and `arrays` return them part by part.
 import datetime
 import functools
 import glob
+import hashlib
 import itertools
 import os
 import pathlib
@@ -70,6 +71,11 @@ class Results:
         self.is_in_order = all(state.is_in_order for state in states)
         self.counts = PartCounts.sum(state.counts for state in states)
         self.num_rows = self.counts.num_rows
+        digests = [state.parts[shard].digest for state in states for shard in sorted(state.parts)]
+        self.digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+        """Of all parts: a retry and new rows change it."""
+        # Of the run that ended the job; None for slices, whose runs are several.
+        self.speed = states[0].speed if len(jobs) == 1 else None
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         parts = look.parts(begun)
         # A program may change its folder, where a relative path could be that of another job.

@@ -3,16 +3,29 @@
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import pathlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet as pq
 import pytest
+
+TOKEN = "hf_AbCdEfToken"
+
+
+def as_parquet(lines: pathlib.Path) -> bytes:
+    """The rows of a file of JSON lines as a Parquet file."""
+    file = io.BytesIO()
+    pq.write_table(pyarrow.json.read_json(lines), file)
+    return file.getvalue()
 
 
 class Hub(ThreadingHTTPServer):
@@ -31,10 +44,39 @@ class Hub(ThreadingHTTPServer):
         self.visibility: dict[str, str] = {}
         self.uploads: dict[str, bytes] = {}
         self.delay_s = 0.0
+        self.read_only: set[str] = set()
+        self.fault: Callable[[str, str], str] = lambda method, path: ""
+        """For the method and the path of a request: a status such as `500`, `cut`, `cut after`, or "" for none."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def add_dataset(self, name: str, files: Mapping[str, bytes], visibility: str = "private") -> None:
+        """Add a dataset with these files, or replace one."""
+        commit = f"{len(self.commits) + 1:040x}"
+        self.refs[f"datasets/{name}"] = {"main": commit}
+        self.commits[commit] = {".gitattributes": b"", **files}
+        self.visibility[f"datasets/{name}"] = visibility
+
+    def environment(self, folder: pathlib.Path) -> dict[str, str]:
+        """That of a process that uses this hub, with its cache in a folder."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(folder / "hf"),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+        }
+
+    def files(self, name: str) -> dict[str, bytes]:
+        """The files of a dataset."""
+        return self.commits[self.refs[f"datasets/{name}"]["main"]]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a dataset, without `attempts`, which depends on faults."""
+        files = [io.BytesIO(data) for path, data in sorted(self.files(name).items()) if path.startswith("data/")]
+        return pa.concat_tables(map(pq.read_table, files)).drop_columns(["attempts"]).to_pylist()
 
     def handle_error(self, *arguments: object) -> None:
         """Ignore errors: clients close the connection after the headers."""
@@ -43,10 +85,29 @@ class Hub(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     server: Hub
 
-    def do_GET(self) -> None:
+    def handle_one(self, answer: Callable[[str], None]) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append(path)
         time.sleep(self.server.delay_s)
+        fault = self.server.fault(self.command, path)
+        if fault.isdecimal():
+            self.send(int(fault), {})
+        elif fault == "cut after":
+            self.wfile = io.BytesIO()
+            answer(path)
+        elif fault != "cut":
+            answer(path)
+
+    def do_GET(self) -> None:
+        self.handle_one(self.answer_get)
+
+    def do_POST(self) -> None:
+        self.handle_one(self.answer_post)
+
+    def do_PUT(self) -> None:
+        self.handle_one(self.answer_put)
+
+    def answer_get(self, path: str) -> None:
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self.describe("/".join(parts[2:4]), parts[4:])
@@ -61,12 +122,12 @@ class Answer(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def do_POST(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.asked.append(path)
+    def answer_post(self, path: str) -> None:
         parts = path.strip("/").split("/")
         body = self.body()
-        if "Authorization" not in self.headers:
+        if "/paths-info/" in path:
+            self.describe_paths("/".join(parts[1:4]), parts[5], body)
+        elif "Authorization" not in self.headers:
             self.send(401, {})
         elif path == "/api/repos/create":
             asked = json.loads(body)
@@ -103,7 +164,7 @@ class Answer(BaseHTTPRequestHandler):
         else:
             self.send(404, {})
 
-    def do_PUT(self) -> None:
+    def answer_put(self, path: str) -> None:
         data = b"".join(self.chunks()) if "chunked" in self.headers.get("Transfer-Encoding", "") else self.body()
         oid = self.path.rpartition("/")[2]
         assert hashlib.sha256(data).hexdigest() == oid
@@ -121,6 +182,10 @@ class Answer(BaseHTTPRequestHandler):
 
     def commit(self, name: str, operations: list[dict[str, Any]]) -> None:
         files = dict(self.server.commits[self.server.refs[name]["main"]])
+        parent = operations[0]["value"].get("parentCommit")
+        if parent not in (None, self.server.refs[name]["main"]):
+            self.send(412, {})
+            return
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "deletedFile":
@@ -142,19 +207,46 @@ class Answer(BaseHTTPRequestHandler):
             self.send(*self.server.refusals[name])
         elif name not in self.server.refs:
             self.send(404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        elif rest == ["auth-check", "write"]:
+            self.send(403 if name in self.server.read_only else 200, {})
         elif commit is None:
             self.send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"})
         elif rest[:1] == ["tree"]:
-            files = self.server.commits[commit].items()
-            self.send_json([{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in files])
+            self.describe_tree(commit, "".join(f"{folder}/" for folder in rest[2:]))
         else:
             self.send_json(
-                {"id": name, "sha": commit, "siblings": [{"rfilename": n} for n in self.server.commits[commit]]}
+                {
+                    "id": name.removeprefix("datasets/"),
+                    "sha": commit,
+                    "private": self.server.visibility.get(name) == "private",
+                    "siblings": [{"rfilename": n} for n in self.server.commits[commit]],
+                }
             )
+
+    def describe_tree(self, commit: str, folder: str) -> None:
+        files = {name: data for name, data in self.server.commits[commit].items() if name.startswith(folder)}
+        if "recursive=true" in self.path.lower():
+            direct = files
+        else:
+            direct = {name: data for name, data in files.items() if "/" not in name.removeprefix(folder)}
+        folders = {folder + name.removeprefix(folder).split("/")[0] for name in files.keys() - direct.keys()}
+        found = [{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in direct.items()]
+        self.send_json([*found, *({"type": "directory", "path": path, "oid": path} for path in sorted(folders))])
+
+    def describe_paths(self, name: str, revision: str, body: bytes) -> None:
+        files = self.server.commits[self.server.refs[name].get(revision, revision)]
+        wanted = [path.rstrip("/") for path in json.loads(body)["paths"]]
+        found = [{"type": "file", "path": n, "size": len(files[n]), "oid": n} for n in wanted if n in files]
+        folders = {path for path in wanted if any(file.startswith(f"{path}/") for file in files)}
+        self.send_json([*found, *({"type": "directory", "path": path, "oid": path} for path in sorted(folders))])
 
     def give(self, name: str, commit: str, file: str) -> None:
         if name in self.server.gated_files:
             self.send(403, {"X-Error-Code": "GatedRepo"})
+            return
+        commit = self.server.refs.get(name, {}).get(commit, commit)
+        if file not in self.server.commits[commit]:
+            self.send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             return
         data = self.server.commits[commit][file]
         self.send(200, {"ETag": f'"{hash((commit, file)):x}"', "X-Repo-Commit": commit}, data)

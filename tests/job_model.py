@@ -59,17 +59,19 @@ LOOK = [{"role": "user", "content": [{"type": "text", "text": "{{ prompt }}"}, {
 # Shapes of jobs: what is merged over the spec, the kind of file, and the number of slices.
 SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "plain": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
-    "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}}, ".csv", 0),
-    "mixed": ({"sampling": {"columns": {"n": "samples"}, "temperature": 0.8}}, ".jsonl", 0),
+    # By rules 2, rows that run again keep their seeds, so that a sampled row has few variants.
+    "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}, "rules": 2}, ".csv", 0),
+    "mixed": ({"sampling": {"columns": {"n": "samples"}, "temperature": 0.8}, "rules": 2}, ".jsonl", 0),
     "parquet": ({"output": {"rows_per_shard": 4}, "sampling": {"logprobs": 1}}, ".parquet", 0),
     "ordered": ({"input": {"order": "prefix", "where": "language <> 'fr'"}}, ".jsonl", 0),
     "slices": ({}, ".jsonl", 2),
     "pictures": (
-        {"model": str(VISION), "input": {"messages": LOOK}, "sampling": {"n": 2, "temperature": 0.8}},
+        {"model": str(VISION), "input": {"messages": LOOK}, "sampling": {"n": 2, "temperature": 0.8}, "rules": 2},
         ".jsonl",
         0,
     ),
     "killer": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
+    "tried": ({"retry": {"attempts": 2, "where": "row_index % 3 = 0", "set": RETRY}}, ".jsonl", 0),
 }
 KILLERS = {"killer": 4}  # of a shape, the row that ends any engine
 # Files of the output without which a job may be refused; the error says which one to put back or to delete.
@@ -79,6 +81,7 @@ Key = tuple[int, int]
 # How a row of the output may have come about: with the sampling of a retry, and from a repaired row of the input.
 Variant = tuple[bool, bool]
 PLAIN: Variant = (False, False)
+TRIED: Variant = (True, False)  # of the rows that the shape `tried` runs again by itself
 VARIANTS: tuple[Variant, ...] = (PLAIN, (True, False), (False, True), (True, True))
 
 
@@ -251,6 +254,7 @@ def unhurt(runner: Runner, shape: str, variant: Variant) -> dict[Key, Row]:
         (folder / "jobs").mkdir()
         path = folder / f"rows{kind}"
         path.write_bytes(content_of(repaired_rows(all_rows()) if is_repaired else all_rows(), kind))
+        more = {name: section for name, section in more.items() if name != "retry"}
         spec = spec_of(folder, folder / "jobs" / "out", path, more)
         overrides = [f"{name}={value}" for name, value in RETRY.items()] if is_retried else []
         words = [f"--set={override}" for override in overrides]
@@ -285,7 +289,7 @@ def spec_of(folder: pathlib.Path, out: pathlib.Path, path: pathlib.Path, more: d
         "drain_timeout_s": 0.5,
     }
     for name, section in more.items():
-        base[name] = {**base[name], **section} if isinstance(section, dict) else section
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
     return jobs.spec_of(folder, **base)
 
 
@@ -549,14 +553,16 @@ class JobModel(RuleBasedStateMachine):
     def _last_file(self) -> pathlib.Path:
         return self.input / f"{chr(ord('a') + self.num_files - 1)}{self.kind}"
 
-    @precondition(lambda self: self.is_done and not self._may_refuse())
+    @precondition(lambda self: self.is_done and not self._may_refuse() and self.shape != "tried")
     @working
     @rule(data=st.data(), predicate=st.sampled_from(PREDICATES), has_sampling=st.booleans())
     def retry(self, data: st.DataObject, predicate: str, has_sampling: bool) -> None:
         """Run chosen rows again. Until the job is done, each of them may be the old or the new one."""
         self._retry(data, predicate, has_sampling, is_repaired=set())
 
-    @precondition(lambda self: self.is_done and not self._may_refuse() and not self.num_slices)
+    @precondition(
+        lambda self: self.is_done and not self._may_refuse() and not self.num_slices and self.shape != "tried"
+    )
     @working
     @rule(data=st.data(), predicate=st.sampled_from(PREDICATES), has_sampling=st.booleans(), is_whole=st.booleans())
     def retry_with_repaired_rows(self, data: st.DataObject, predicate: str, has_sampling: bool, is_whole: bool) -> None:
@@ -613,6 +619,7 @@ class JobModel(RuleBasedStateMachine):
             "input": {"job": str(self.out), "id_column": "id", "prompt_column": "text"},
             "output": {"path": str(folder / "out"), "rows_per_shard": 5, "keep_columns": {"text": "first"}},
             "sampling": {"temperature": 0.0, "max_tokens": 4},
+            "retry": None,
         }
         path = folder / "job.yaml"
         path.write_text(json.dumps(spec))
@@ -877,7 +884,15 @@ class JobModel(RuleBasedStateMachine):
 
     def _possible(self) -> set[Variant]:
         """The variants that rows may be of. Each takes an unhurt run of its own."""
-        return set(VARIANTS) if self.is_damaged else {PLAIN}.union(*self.variants.values())
+        of_attempts = {TRIED} if self.shape == "tried" else set()
+        return set(VARIANTS) if self.is_damaged else {PLAIN, *of_attempts}.union(*self.variants.values())
+
+    def _variants_of(self, number: int) -> set[Variant]:
+        """What a row of the input may be now, in a job that is not damaged."""
+        return {PLAIN, TRIED} if self._is_tried(number) else self.variants.get(number, {PLAIN})
+
+    def _is_tried(self, number: int) -> bool:
+        return self.shape == "tried" and number % 3 == 0
 
     def _first_of(self, number: int, variant: Variant) -> Row:
         """The first output row of a row of the input."""
@@ -896,7 +911,7 @@ class JobModel(RuleBasedStateMachine):
         for row in rows:
             key = row["row_index"], row["sample_index"]
             # A part that was lost runs as at first, and then again as its retries say.
-            variants = VARIANTS if self.is_damaged else self.variants.get(key[0], {PLAIN})
+            variants = VARIANTS if self.is_damaged else self._variants_of(key[0])
             if not any(row == expected[variant].get(key) for variant in variants):
                 self._fail(f"row {key} is altered: {row}, not {[expected[variant].get(key) for variant in variants]}")
         self.figures.rows += len(rows)
@@ -946,7 +961,7 @@ class JobModel(RuleBasedStateMachine):
             for key, row in self._expected(variant).items():
                 rows.setdefault(key[0], {})[key] = row
         for number, rows in now.items():
-            allowed = self.variants.get(number, {PLAIN})
+            allowed = {TRIED} if self._is_tried(number) else self._variants_of(number)
             same = {variant for variant in allowed if by_row[variant].get(number) == rows}
             if not same:
                 self._fail(f"row {number} has samples of several variants, or not all: {rows}")

@@ -8,11 +8,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import uuid
 from typing import Any
 
 import pytest
 import stores
 import yaml
+from hub_server import TOKEN, as_parquet, serving
 
 import jobs
 
@@ -76,3 +78,45 @@ def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores
     assert stores.rows(slice_url) == list(own_rows)
     starts = [line for line in stores.lines(slice_url) if line["kind"] == "recovered"]
     assert len(starts) == 2  # the second start went on with the job of the first
+
+
+@pytest.mark.slow
+def test_the_script_of_hugging_face_jobs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stand-ins for the hub and for the gateway of its buckets."""
+    name = uuid.uuid4().hex[:12]
+    settings = [
+        f"model={jobs.MODEL}",
+        "engine={}",
+        "scripted={max_num_seqs: 8, step_s: 0.005}",
+        f"input={{path: {stores.NAMESPACE}/prompts, id_column: id}}",
+        "sampling={temperature: 0.0, max_tokens: 32, logprobs: 2}",
+        "output.keep_columns=[language]",
+        "output.rows_per_shard=18",
+        "checkpoint_interval_s=0.2",
+        f"output.path=hf://buckets/{stores.NAMESPACE}/{stores.BUCKET}/{name}",
+    ]
+    command = [sys.executable, jobs.ROOT / "jobs" / "huggingface" / "job.py", stores.NAMESPACE, *settings]
+    with serving(tmp_path, monkeypatch) as hub, stores.proxy() as gateway:
+        data = {"data/train-00000-of-00001.parquet": as_parquet(jobs.prompts())}
+        hub.add_dataset(f"{stores.NAMESPACE}/prompts", data)
+        for node, faults in (("a", "mirror.after_bundle:2=kill"), ("b", "")):
+            home = tmp_path / node
+            home.mkdir()
+            own = {
+                **jobs.quick_start(),
+                **hub.environment(home),
+                **stores.KEYS,
+                "BATCHINF_HF_GATEWAY": gateway.url,
+                "PATH": os.environ["PATH"],
+                "HOME": str(home),
+                "BATCHINF_FAULTS": faults,
+            }
+            ended = subprocess.run(command, cwd=home, env=own, capture_output=True, text=True, timeout=300)
+            assert (ended.returncode == 0) == (not faults), ended.stderr
+            assert not any(TOKEN.encode() in path.read_bytes() for path in home.rglob("*") if path.is_file())
+        answers = hub.rows(f"{stores.NAMESPACE}/answers")
+    assert answers == stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
+    assert (
+        "pushed to the hub" in ended.stdout
+        and len((jobs.ROOT / "jobs/huggingface/job.py").read_text().splitlines()) <= 60
+    )

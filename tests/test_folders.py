@@ -129,7 +129,7 @@ def test_a_job_keeps_the_rules_with_which_it_began(unpacked: Callable[[str], pat
     state = jobs.state_of(out)
     assert "rules" not in state.header.spec
     assert prepare_job(read_spec("job.yaml"), state).spec.rules == 1
-    assert prepare_job(read_spec("job.yaml")).spec.rules == RULES == 2
+    assert prepare_job(read_spec("job.yaml")).spec.rules == RULES == 3
 
 
 # -- the format before ---------------------------------------------------------------------------------------------

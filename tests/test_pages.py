@@ -39,7 +39,6 @@ NOT_RUN = {
     ("docs/install.md", "python3 -m venv connected"): "downloads all; tests/test_install.py checks the options",
     ("docs/install.md", "python3 -m venv venv"): "installs everything; tests/test_install.py checks the options",
     ("docs/install.md", "hf download ORG/MODEL"): "downloads a model; tests/test_install.py checks the options",
-    ("docs/install.md", "HF_HOME=/shared/huggingface hf download"): "downloads a model; tests/test_install.py",
     ("docs/install.md", "cp -r /shared/models/MODEL"): "a model of the reader's",
     ("docs/install.md", "apptainer build"): "needs Apptainer",
     ("docs/install.md", "python -m pip wheel"): "changes the environment; tests/test_install.py makes a wheel",

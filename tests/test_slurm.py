@@ -237,6 +237,7 @@ def test_options_of_pyxis_are_those_of_srun(tmp_path: pathlib.Path) -> None:
         ({"gpus": "0"}, {}, "--gpus: got '0'; must be a number or type:number"),
         ({"num_nodes": 2, "array": "2"}, {}, "got --array with --nodes"),
         ({"array": "1000000"}, {}, "--array: got 1000000; must be at most 999999"),
+        ({"array": "8"}, {"output": {"push_to_hub": "a/b"}}, "got it with --array, whose slices push nothing"),
         ({"array": "8%0"}, {}, "--array: got '8%0'; must be a number of slices, such as 8, or 8%2 to run at most 2"),
         ({"array": "0-7"}, {}, "--array: got '0-7'; must be a number of slices"),
         ({"sbatch": ("array=0-7",)}, {}, "--sbatch: got 'array=0-7'; each task would run the whole job"),

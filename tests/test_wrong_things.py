@@ -420,8 +420,8 @@ WRONG = [
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
           "score, logits, pooling, parallel, backend, ray, engine, output, checkpoint_interval_s, drain_timeout_s, "
-          "stop_before_s, stall_timeout_s, start_timeout_s, max_restarts, on_oom, max_error_rate, price_per_gpu_hour, "
-          "same_device, scripted, rules"),
+          "stop_before_s, stall_timeout_s, start_timeout_s, max_restarts, on_oom, max_error_rate, retry, "
+          "price_per_gpu_hour, same_device, scripted, rules"),
     Wrong("no input", {"input": None},
           "job.yaml: input: missing; must be a mapping of fields (path, job, format, csv, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, tools_column, tools, tool_choice, "
@@ -436,7 +436,7 @@ WRONG = [
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
           "end>'; does a text need quotes?", files={"job.yaml": "model: [tiny\n"}),
     Wrong("no such spec", {},
-          "job.yaml: no such file or directory; must be a job spec, such as jobs/quickstart.yaml",
+          "job.yaml: no such file or directory; must be a job spec, as `batchinf init` writes it",
           files={"job.yaml": None}),
     Wrong("override without a value", {},
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",

@@ -35,6 +35,13 @@ def open_duckdb(path: str = ":memory:", **settings: str) -> Any:
     return connection
 
 
+def register(connection: Any, name: str, table: pa.Table) -> None:
+    """Let queries name a table. DuckDB refuses slices of structs, so a table with structs is copied."""
+    if any(map(pa.types.is_struct, table.schema.types)):
+        table = table.filter(pa.repeat(True, len(table)))
+    connection.register(name, table)
+
+
 @contextlib.contextmanager
 def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
     """Convert DuckDB's errors: `as_ours` makes the error from their text, and a stop becomes KeyboardInterrupt."""

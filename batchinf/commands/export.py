@@ -69,6 +69,8 @@ class ExportRequest:
     overwrites: bool = False
     splits_errors: bool = True
     """Whether a format that has them apart writes error rows to a file of their own."""
+    split: str = "train"
+    """The name of the split, for `hf`."""
     push_to: str | None = None
     """The name of a dataset on the hub, for `hf`."""
     is_public: bool = False
@@ -93,7 +95,8 @@ def export_job(out: str, request: ExportRequest) -> Exported:
     with Files(overwrites=request.overwrites) as files:
         num_rows = _write(job, rows, files, form=form, request=request)
         if form is HuggingFaceExport:
-            card = card_of(job, num_rows, request.where)
+            is_whole = request.where is None and not request.columns
+            card = card_of(job, num_rows, request.where, split=request.split, is_whole=is_whole)
             files.open(os.path.join(request.path, CARD)).write(card.encode())
     pushed_to = None if request.push_to is None else push(request.push_to, request.path)
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
@@ -187,7 +190,7 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
     """The files: `rows.jsonl`, or `rows-00000-of-00004.jsonl` and so on."""
     base, ending = os.path.splitext(request.path)
     if form is HuggingFaceExport:
-        base = os.path.join(request.path, DATA, "train")
+        base = os.path.join(request.path, DATA, request.split)
         ending = form.suffix
     elif request.num_files == 1:
         return [request.path]

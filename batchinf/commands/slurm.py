@@ -125,6 +125,8 @@ def _check(file: SpecFile, options: SlurmOptions) -> None:
         )
     if options.num_slices is not None and options.num_slices > MAX_SLICES:
         raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
+    if options.num_slices is not None and file.spec.output.push_to_hub is not None:
+        raise file.error("output.push_to_hub", "got it with --array, whose slices push nothing; leave it out")
     for text in (options.command, file.spec.output.path):
         if not text.isprintable():
             raise SpecError(

@@ -16,8 +16,10 @@ from batchinf.base.cost import Cost
 from batchinf.base.slices import SOURCE_FOLDER, JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
+from batchinf.coordinator.ending import MOST_RETRIES, mended_text
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
+from batchinf.manifest.lines import Retry
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
@@ -108,7 +110,7 @@ class JobTotals:
 
 @dataclass(frozen=True, slots=True)
 class RetryProgress:
-    """The last `--retry` of a job."""
+    """A retry of a job."""
 
     number: int
     predicate: str
@@ -117,11 +119,16 @@ class RetryProgress:
     """Changed sampling fields."""
     num_parts: int
     num_parts_replaced: int
+    num_rows: int
+    """Input rows that ran again."""
+    num_mended: int | None
+    """See `Retry.num_mended`."""
 
     def line(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
         replaced = f"{self.num_parts_replaced:,} of {self.num_parts:,} parts replaced"
-        return f"retry {self.number} ({self.predicate}{changes}): {replaced}"
+        mended = mended_text(self.num_mended, self.num_rows)
+        return f"retry {self.number} ({self.predicate}{changes}): {replaced}" + (mended and f", {mended}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,8 @@ class JobState:
     """Numbers of input rows that were added at the beginning and by each `--extend`."""
     input_job: InputJob | None = None
     """The job whose output it reads."""
-    retry: RetryProgress | None = None
+    retries: tuple[RetryProgress, ...] = ()
+    """The last ones."""
     repairs: tuple[RowsRepaired, ...] = ()
     """Of all retries."""
     progress: JobStatus | None = None
@@ -200,8 +208,7 @@ class JobState:
             yield f"input rows came in {len(self.extents)} times: {counts}"
         if (other := self.input_job) is not None:
             yield f"input: {other.num_rows:,} output rows of the job in {other.path} (id {other.job_id})"
-        if self.retry is not None:
-            yield self.retry.line()
+        yield from (retry.line() for retry in self.retries)
         yield from (repair.line() for repair in self.repairs)
 
     def slice_lines(self) -> Iterator[str]:
@@ -440,7 +447,7 @@ def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | N
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         input_job=state.header.input_job,
-        retry=_retry(state),
+        retries=tuple(_retry(state, state.retries[number]) for number in sorted(state.retries)[-MOST_RETRIES:]),
         repairs=_repairs(state),
         slower=state.slower,
     )
@@ -531,17 +538,16 @@ def _running_s(state: State) -> float:
     return sum((time.time() - each.started_at) * each.num_devices for each in running if each.started_at is not None)
 
 
-def _retry(state: State) -> RetryProgress | None:
-    if not state.retries:
-        return None
-    retry = state.retries[max(state.retries)]
-    num_replaced = sum(part.retry == retry.number for part in state.parts.values())
+def _retry(state: State, retry: Retry) -> RetryProgress:
+    num_replaced = min(retry.num_shards, sum(part.retry >= retry.number for part in state.parts.values()))
     return RetryProgress(
         number=retry.number,
         predicate=retry.predicate,
         overrides=retry.overrides,
         num_parts=retry.num_shards,
         num_parts_replaced=num_replaced,
+        num_rows=retry.num_rows,
+        num_mended=retry.num_mended,
     )
 
 

@@ -36,7 +36,7 @@ from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.speed import StartedEngine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
-from batchinf.manifest.lines import Lowered, Platform
+from batchinf.manifest.lines import Lowered, Platform, Retry
 from batchinf.manifest.names import staged_file
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
@@ -86,8 +86,8 @@ class Coordinator:
     """The shards with a part so far."""
     num_chosen: npt.NDArray[np.int64] | None = None
     """The input rows of each shard that run in a retry; None: all."""
-    retry: int | None = None
-    """The number of the retry."""
+    retry: Retry | None = None
+    """The retry; None: the first run."""
     begins_together: bool = False
     """See `Assignment`."""
 
@@ -116,7 +116,9 @@ class Coordinator:
         self._next_status = 0.0
         self._next_round = 0.0
         self._has_begun = False
-        self._is_judged = spec.max_error_rate >= HOPELESS_RATE
+        # Rows of an attempt have failed before, so many fail again.
+        is_attempt = self.retry is not None and self.retry.is_automatic
+        self._is_judged = is_attempt or spec.max_error_rate >= HOPELESS_RATE
         # From the first replica that found the disk full or the input changed. The others would report the same.
         self._fatal: UserError | None = None
         self.requests = StopRequests(spec.drain_timeout_s)
@@ -190,7 +192,7 @@ class Coordinator:
         of_retry = ""
         parts = counted(len({**state.parts, **waiting}), "part")
         if self.retry is not None:
-            of_retry = f" that retry {self.retry} has to run"
+            of_retry = f" that retry {self.retry.number} has to run"
             parts = counted(self.committed.num_shards - self._num_shards_before + len(waiting), "replaced part")
         yield (
             f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows{of_retry}: "

@@ -38,6 +38,7 @@ _MOST_PARTS = 200
 _MOST_ROWS = 10_000
 _SHOWN = 3
 _PROMPT_CHARS = 200
+MOST_RETRIES = 5
 # Of an error's message, when the job is done and when it has ended early.
 _DONE_CHARS = 200
 _ENDED_CHARS = 300
@@ -181,6 +182,18 @@ def earlier_lines(job: Job, state: State) -> list[str]:
     return [f"from earlier runs: {', '.join(found)}"]
 
 
+def mended_text(num_mended: int | None, num_rows: int) -> str:
+    """What a retry mended, for people; empty before that is counted."""
+    return "" if num_mended is None else f"{num_mended:,} of {counted(num_rows, 'input row')} mended"
+
+
+def _retry_lines(state: State) -> Iterator[str]:
+    """What the last attempts to run rows again have mended."""
+    retries = [retry for _, retry in sorted(state.retries.items()) if retry.num_mended is not None]
+    for retry in retries[-MOST_RETRIES:]:
+        yield f"{retry}: {mended_text(retry.num_mended, retry.num_rows)}"
+
+
 def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: Sequence[str] = ()) -> Summary:
     """The summary of a job that is done. was_done: nothing was left to run. Raises ErrorRateExceeded.
 
@@ -206,13 +219,15 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
         errors=errors,
         image_folder=_image_folder(file.spec.input, errors),
         retry_command=_retry_command(file) if counts.num_errors else "",
-        remarks=(*earlier, *slower, *remarks([state]), *bad_files, *forecast(folder, state)),
+        remarks=(*earlier, *slower, *_retry_lines(state), *remarks([state]), *bad_files, *forecast(folder, state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
+        push = file.spec.output.push_to_hub
         raise ErrorRateExceeded(
             f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "all rows are stored, with error_type and error_message; a higher max_error_rate allows this\n"
+            "all rows are stored, with error_type and error_message; a higher max_error_rate allows this"
+            + ("\n" if push is None else f"; nothing is pushed to {push.repository}\n")
             + "\n".join(summary.lines())
         )
     return summary

@@ -1,7 +1,7 @@
 """One start of a coordinator on a job: what its parts share while the rows run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.coordinator.content_gate import ContentGate
@@ -39,3 +39,5 @@ class Epoch:
     """The file from which it takes rows."""
     mirror: Mirror | None = None
     """Of a job in a bucket."""
+    stops: list[str] = field(default_factory=list)
+    """Requests to stop that came when all rows of a coordinator were done: no retry runs any more."""

@@ -1,6 +1,7 @@
 """`--fresh`: makes all checks of the new job, and then moves the folder's job, or one slice of it, aside."""
 
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -14,22 +15,25 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, is_slice_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.start import CHECKING, with_known_degrees
+from batchinf.coordinator.retry import check_retry
+from batchinf.coordinator.start import CHECKING
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import Launcher
+from batchinf.fleet.parallel import with_degrees
 from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
 from batchinf.job.drift import check_cut
 from batchinf.job.job import PreparedJob
 from batchinf.job.open import open_input
+from batchinf.job.resolve import with_known_degrees
 from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import StartedReplica
-from batchinf.spec.file import SpecFile
+from batchinf.spec.file import SpecFile, retried_structures
 
 # A folder with one of these holds a job or its remains.
 _SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
@@ -119,15 +123,17 @@ def _check_all(
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
-    prepared = with_known_degrees(prepared, backend, display.say)
+    prepared = with_known_degrees(prepared, functools.partial(with_degrees, backend=backend, say=display.say))
     Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN), display.say)
     with contextlib.closing(job.source):
         if job.slice is not None:
             check_cut(job)
-        if job.spec.scripted is None:
-            with StructuresCheck(prepared.file, job.model.tokenizer) as check:
+        list(check_retry(job, None))
+        files = [prepared.file, retried_structures(prepared.file)] if job.spec.scripted is None else []
+        for spec_file in filter(None, files):
+            with StructuresCheck(spec_file, job.model.tokenizer) as check:
                 if not check.is_done:
                     display.say(CHECKING)
                 list(check.lines())

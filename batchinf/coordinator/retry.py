@@ -1,4 +1,4 @@
-"""`--retry`: chooses the rows that run again, with changed sampling, and finds unfinished retries for `run`."""
+"""`--retry` and the section `retry`: choose the rows that run again, and find unfinished retries for `run`."""
 
 import dataclasses
 import itertools
@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base import faults
-from batchinf.base.errors import DriftError, OutputError
+from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.parquet import open_part
 from batchinf.coordinator.repair import RepairFile, take_rows
 from batchinf.job.choose import Say
-from batchinf.job.drift import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS, check_drift
-from batchinf.job.job import Job, PreparedJob
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job, PreparedJob, carried_fields
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -26,8 +28,9 @@ from batchinf.output.mirror import Mirror
 from batchinf.output.replace import piece_rows
 from batchinf.records import BoolArray, Int64Array, Part
 from batchinf.schedule.positions import RETRY_FOLDER, Positions, RowBits, RunOrder, read_positions, write_positions
-from batchinf.schedule.predicate import Predicate
+from batchinf.schedule.predicate import ERRORS_WORD, Predicate
 from batchinf.schedule.shards import total_shards
+from batchinf.spec.retry import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS
 from batchinf.spec.sampling import SamplingSpec
 
 _ROWS_AT_ONCE = 16384
@@ -84,6 +87,8 @@ def new_retry(
         return None
     predicate = Predicate(text, state.header.columns.part_schema)
     last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
+    if last is not None and last.is_automatic:  # the run finishes it, and then all attempts, before it begins this one
+        return predicate
     wanted = (predicate.text, overrides, given and given.content)
     if last is not None and (last.predicate, last.overrides, last.repair and last.repair.content) == wanted:
         return None
@@ -102,15 +107,17 @@ def begin_retry(
     predicate: Predicate,
     *,
     overrides: Mapping[str, Any],
+    attempt: int | None = None,
     given: RepairFile | None = None,
     say: Say = lambda line: None,
     mirror: Mirror | None = None,
 ) -> Retry | None:
     """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done.
 
-    given: the file from which it takes rows. mirror: of a job in a bucket, from which the parts are fetched. Raises
-    InputError if rows of the file do not fit.
+    attempt: of the section `retry`; None: by hand. given: the file from which it takes rows. mirror: of a job in a
+    bucket, from which the parts are fetched. Raises InputError if rows of the file do not fit.
     """
+    by_hand = 0 if given is not None else 1 + max([0, *(retry.attempt for retry in state.retries.values())])
     retry = Retry(
         number=1 + max([0, *state.retries, *(part.retry for part in state.parts.values())]),
         predicate=predicate.text,
@@ -119,8 +126,10 @@ def begin_retry(
         num_shards=0,
         positions="",
         stop_row=state.extents[-1].stop_row,
+        attempt=by_hand if attempt is None else attempt,
+        is_automatic=attempt is not None,
     )
-    shards = range(total_shards(state.extents))
+    shards = np.flatnonzero(_first_rows(RunOrder(job.folder, state.extents)) >= _first_row(state, retry)).tolist()
     return _choose(job, state, manifest, retry, predicate=predicate, shards=shards, mirror=mirror, given=given, say=say)
 
 
@@ -131,11 +140,12 @@ def next_retry(job: Job, state: State, manifest: Manifest, mirror: Mirror | None
     """
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
     order = RunOrder(job.folder, state.extents)
+    first_rows = _first_rows(order)
     last_rows = np.array([rows.last for rows in order.shards()])
     for number in sorted(state.retries):
         retry = state.retries[number]
-        # Rows of later extents do not belong to the retry.
-        behind = (last_rows < retry.stop_row) & (levels < number)
+        # Rows of later extents do not belong to the retry, nor those that have had the attempt before.
+        behind = (first_rows >= _first_row(state, retry)) & (last_rows < retry.stop_row) & (levels < number)
         chosen = _chosen_rows(job, number, retry.positions)
         missing = _not_chosen(state, order, chosen, behind)
         if missing.any():
@@ -149,6 +159,25 @@ def next_retry(job: Job, state: State, manifest: Manifest, mirror: Mirror | None
                 return next_retry(job, state, manifest, mirror)
             return UnfinishedRetry(retry, _with_overrides(job, retry.overrides), num_chosen, chosen)
     return None
+
+
+def covered(state: State, attempt: int, before: int | None = None) -> int:
+    """The first row that has not had this attempt. before: as it was before the retry of this number."""
+    had = (
+        retry.stop_row
+        for retry in state.retries.values()
+        if retry.attempt >= attempt and (before is None or retry.number < before)
+    )
+    return max(had, default=state.extents[0].first_row)
+
+
+def _first_row(state: State, retry: Retry) -> int:
+    """The first row that belongs to a retry."""
+    return covered(state, retry.attempt, retry.number) if retry.attempt else state.extents[0].first_row
+
+
+def _first_rows(order: RunOrder) -> Int64Array:
+    return np.array([rows.first for rows in order.shards()], np.int64)
 
 
 def _not_chosen(state: State, order: RunOrder, chosen: Positions | None, behind: BoolArray) -> BoolArray:
@@ -218,6 +247,8 @@ def _choose(
 
 
 def _matching(job: Job, part: Part, predicate: Predicate, mirror: Mirror | None) -> Iterator[Int64Array]:
+    if predicate.text.strip() == ERRORS_WORD and not part.num_errors:
+        return
     if mirror is not None:
         mirror.fetch_part(part)
     has_any = False
@@ -229,6 +260,26 @@ def _matching(job: Job, part: Part, predicate: Predicate, mirror: Mirror | None)
             yield rows
     if mirror is not None and not has_any:
         mirror.forget_part(part.shard)
+
+
+def count_mended(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = None) -> None:
+    """Record of each finished attempt how many of its rows the predicate no longer matches."""
+    order = RunOrder(job.folder, state.extents)
+    for retry in [retry for retry in state.retries.values() if retry.attempt and retry.num_mended is None]:
+        if (chosen := _chosen_rows(job, retry.number, retry.positions)) is None:
+            continue
+        predicate = Predicate(retry.predicate, state.header.columns.part_schema)
+        num_left = 0
+        for shard, rows in enumerate(order.shards()):
+            is_chosen = chosen.chosen(rows)
+            if is_chosen.any():
+                matching = [rows.locals(piece) for piece in _matching(job, state.parts[shard], predicate, mirror)]
+                num_left += int(is_chosen[np.unique(np.concatenate([*matching, np.zeros(0, np.int64)]))].sum())
+        faults.point("retry.before_count")
+        counted_retry = dataclasses.replace(retry, num_mended=retry.num_rows - num_left)
+        manifest.record(counted_retry)
+        manifest.commit()
+        state.note_retry(counted_retry)
 
 
 def _fetch(mirror: Mirror, state: State, manifest: Manifest, shards: Sequence[int]) -> bool:
@@ -258,7 +309,43 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
 def _with_overrides(job: Job, overrides: Mapping[str, Any]) -> Job:
     changed = {name.removeprefix(SAMPLING): value for name, value in overrides.items()}
     sampling = _sampling({**job.spec.sampling.model_dump(mode="json"), **changed})
-    return dataclasses.replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
+    # The fields of its section `retry` need not fit this sampling.
+    return dataclasses.replace(job, spec=job.spec.model_copy(update={"sampling": sampling, "retry": None}))
+
+
+def check_retry(job: Job, state: State | None) -> Iterator[str]:
+    """Check the section `retry` of the spec, and yield a line if it may mend little. Raises UserError."""
+    if job.spec.retry is None:
+        return
+    retry_predicate(job, state)
+    repeats = job.spec.sampling.temperature == 0 and "temperature" not in job.spec.sampling.columns
+    if not retry_overrides(job) and (repeats or not job.task.draws_tokens):
+        yield (
+            "warning: retry has no `set`, and the job has no temperature above 0: rows that run again give the same "
+            "results; only failed images and engines may be mended"
+        )
+
+
+def retry_predicate(job: Job, state: State | None) -> Predicate | None:
+    """Which rows the section `retry` runs again; None without it. Raises PredicateError."""
+    if job.spec.retry is None:
+        return None
+    if state is None:
+        columns = Columns.of_new_job(job.task, carried_fields(job.spec, job.source))
+    else:
+        columns = state.header.columns
+    return Predicate(job.spec.retry.where, columns.part_schema, option="retry.where")
+
+
+def retry_overrides(job: Job) -> dict[str, Any]:
+    """The fields of sampling that the section `retry` changes, as a retry by hand with `--set` has them."""
+    assert job.spec.retry is not None
+    before = job.spec.sampling.model_dump(mode="json")
+    try:
+        now = job.spec.retry.sampling_of(job.spec.sampling).model_dump(mode="json")
+    except ValidationError as error:  # the job began with other sampling than the spec has now
+        raise SpecError(f"retry.set: {error.errors()[0]['msg']}") from None
+    return {f"{SAMPLING}{name}": value for name, value in now.items() if value != before[name]}
 
 
 def _sampling(fields: dict[str, Any]) -> SamplingSpec:

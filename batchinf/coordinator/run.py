@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from batchinf.base.errors import (
     HopelessJob,
@@ -32,7 +33,16 @@ from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, judge_by, tidy
 from batchinf.coordinator.repair import repair_file
-from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
+from batchinf.coordinator.retry import (
+    UnfinishedRetry,
+    as_begun,
+    begin_retry,
+    count_mended,
+    covered,
+    next_retry,
+    retry_overrides,
+    retry_predicate,
+)
 from batchinf.coordinator.start import fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -55,6 +65,7 @@ from batchinf.output.proof import changed_parts
 from batchinf.output.restore import restore_shared
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
+from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_rows
 from batchinf.source.repairs import keep_copy
 from batchinf.spec.file import SpecFile
@@ -74,13 +85,15 @@ def run_job(
     fresh: bool,
     input: str | None = None,
     begins_together: bool = False,
+    check_id: Callable[[str | None], None] = lambda job_id: None,
 ) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
     run again. input: a file from which the retry takes rows. extends: first take in new rows of the input. fresh: move
     the folder's job aside and start a new one. begins_together: no replica begins its rows before the engines of all
-    are up; for trials, which measure the speed.
+    are up; for trials, which measure the speed. check_id: called before any row runs with the id of the folder's job,
+    or None; it may raise UserError.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
@@ -91,11 +104,13 @@ def run_job(
         out = file.spec.output.folder
         folder = job_folder(out, file.slice)
         if fresh:
+            check_id(None)
             _move_aside(file, backend, display)
         refuse_other_cut(out, file.slice)
         state = read_state(folder)
         _check_held(folder, state, retry)
         prepared, contents = _prepare(file, state, retry, extends=extends)
+        check_id(None if state is None else state.header.job_id)
         if state is not None and _is_finished(prepared, state, mirror, display):
             if extends:
                 display.say(NOTHING_NEW)
@@ -302,7 +317,7 @@ def _run_shards(
         num_inputs=num_input_rows,
         committed=committed,
         num_chosen=num_chosen,
-        retry=None if unfinished is None else unfinished.retry.number,
+        retry=None if unfinished is None else unfinished.retry,
         begins_together=begins_together,
     )
     try:
@@ -316,36 +331,77 @@ def _run_shards(
     finally:
         telemetry.close()
     launcher.note_warm(fleet)
+    if coordinator.requests:  # it came when all rows were done
+        epoch.stops.append(coordinator.requests.name)
 
 
 def _run_retries(epoch: Epoch) -> None:
-    """Begin the requested retry, unless it has begun before, and finish all retries that have begun."""
+    """Finish all retries that have begun, try rows again as the spec says, and run the retry that the user asks for.
+
+    A job that was done is not tried again without the user's retry.
+    """
+    folder = epoch.job.folder
+    if epoch.given is not None:
+        keep_copy(folder, epoch.given.file)  # it may be the file of an earlier retry, whose copy was lost
+    state = _finish_retries(epoch, committed_state(folder))
+    if not epoch.state.is_done:
+        state = _try_again(epoch, state)
+    if epoch.retry is not None and _begin(epoch, state, epoch.retry, epoch.overrides):
+        _try_again(epoch, _finish_retries(epoch, state))
+
+
+def _try_again(epoch: Epoch, state: State) -> State:
+    """Run the rows again that the section `retry` of the spec names, until none is left or all attempts were made."""
+    if (predicate := retry_predicate(epoch.job, state)) is None:
+        return state
+    assert epoch.job.spec.retry is not None
+    without_rows = state.extents[-1].stop_row
+    for attempt in range(1, epoch.job.spec.retry.attempts + 1):
+        first_row = covered(state, attempt)
+        if first_row >= without_rows:
+            continue
+        if _begin(epoch, state, predicate, retry_overrides(epoch.job), attempt=attempt):
+            state = _finish_retries(epoch, state)
+        else:
+            without_rows = first_row
+    return state
+
+
+def _begin(
+    epoch: Epoch, state: State, predicate: Predicate, overrides: Mapping[str, Any], *, attempt: int | None = None
+) -> bool:
+    """Begin a retry, and return whether there are rows to run. attempt: of the spec's section; None: by hand."""
+    say = epoch.display.say
+    say(f"looking for the rows to run again: {predicate.text}" + ("" if attempt is None else f" (attempt {attempt})"))
+    begun = begin_retry(
+        epoch.job,
+        state,
+        epoch.manifest,
+        predicate,
+        overrides=overrides,
+        attempt=attempt,
+        given=epoch.given if attempt is None else None,
+        say=say,
+        mirror=epoch.mirror,
+    )
+    if begun is None:
+        say(f"no row matches {predicate.text}: no row runs again")
+    return begun is not None
+
+
+def _finish_retries(epoch: Epoch, state: State) -> State:
+    """Run the rest of all retries that have begun. Raises Interrupted if a stop came before one of them."""
     job = epoch.job
     manifest = epoch.manifest
     say = epoch.display.say
-    state = committed_state(job.folder)
-    if epoch.given is not None:
-        keep_copy(job.folder, epoch.given.file)  # it may be the file of an earlier retry, whose copy was lost
-    if epoch.retry is not None:
-        say(f"looking for the rows to run again: {epoch.retry.text}")
-        begun = begin_retry(
-            job,
-            state,
-            manifest,
-            epoch.retry,
-            overrides=epoch.overrides,
-            given=epoch.given,
-            say=say,
-            mirror=epoch.mirror,
-        )
-        if begun is None:
-            say(f"no row matches {epoch.retry.text}: no row runs again")
     if epoch.mirror is not None:
         judge_by(epoch.mirror, job, state)
     while (unfinished := next_retry(job, state, manifest, epoch.mirror)) is not None:
         retry = unfinished.retry
         num_rows = int(unfinished.num_chosen.sum())
         num_shards = int((unfinished.num_chosen > 0).sum())
+        if epoch.stops:
+            raise Interrupted(f"stopped on {epoch.stops[0]}")
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
         fleet = epoch.replicas.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
         fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
@@ -357,6 +413,8 @@ def _run_retries(epoch: Epoch) -> None:
         state = committed_state(job.folder)
         if epoch.mirror is not None:
             judge_by(epoch.mirror, job, state)
+    count_mended(job, state, manifest, epoch.mirror)
+    return state
 
 
 def _tidy(folder: Folder, mirror: Mirror | None) -> None:

@@ -10,7 +10,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.repair import RepairFile
-from batchinf.coordinator.retry import new_retry
+from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
@@ -40,6 +39,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import naming_lines, open_input
+from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
 from batchinf.manifest.lines import Recovered
 from batchinf.manifest.lock import JobLock
@@ -58,6 +58,7 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt, StartedReplica
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
+from batchinf.spec.file import retried_structures
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
@@ -85,7 +86,11 @@ def start(
     """
     if prepared.state is not None:
         check_current(prepared.folder, prepared.state.header, is_done=prepared.state.is_done)
-    prepared = with_known_numbers(prepared, backend, display.say)
+    prepared = with_known_numbers(
+        prepared,
+        functools.partial(with_known_length, say=display.say),
+        functools.partial(with_degrees, backend=backend, say=display.say),
+    )
     _note_later_columns(prepared, display.say)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
@@ -106,17 +111,19 @@ def start(
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None and (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
             display.say(note)
-        check = opened.enter_context(_structures_check(prepared))
+        checks = [opened.enter_context(check) for check in _structures_checks(prepared)]
         _start_replicas(prepared, replicas, manifest, display.say)
         job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
+        for line in check_retry(job, state):
+            display.say(line)
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
         # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
         make_builder = functools.cache(job.prompt_builder)
         choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
-        state = _begun(prepared, job, check, choice=choice, manifest=manifest, replicas=replicas, display=display)
+        state = _begun(prepared, job, checks, choice=choice, manifest=manifest, replicas=replicas, display=display)
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         gate = ContentGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         gate.look(replicas.fleet)
@@ -148,34 +155,22 @@ def start(
 # -- without the input -------------------------------------------------------------------------------------------------
 
 
-def with_known_numbers(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
-    """The job with numbers in place of `auto` for the length and the degrees."""
-    if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, say)
-    return with_known_degrees(prepared, backend, say)
-
-
-def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
-    """The job with numbers in place of `auto` for the tensor and pipeline-parallel sizes. Raises SpecError."""
-    begun_with = None if prepared.state is None else prepared.state.header.spec["parallel"]
-    file = with_degrees(prepared.file, backend, say, begun_with)
-    if file is prepared.file:
-        return prepared
-    spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
-    return replace(prepared, file=file, spec=spec)
-
-
 def _note_later_columns(prepared: PreparedJob, say: Say) -> None:
     """Name columns of this version that a job of an earlier one goes on without."""
     if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
         say(later_columns_line(later))
 
 
-def _structures_check(prepared: PreparedJob) -> contextlib.AbstractContextManager[StructuresCheck | None]:
-    """The check of structured outputs, which runs beside the start; none for a job that has passed it."""
+def _structures_checks(prepared: PreparedJob) -> Iterator[StructuresCheck]:
+    """The checks of structured outputs, which run beside the start; none for a job that has passed them.
+
+    Those of the section `retry` may be new in each run.
+    """
+    tokenizer = prepared.model.tokenizer
     if prepared.spec.scripted is None and (prepared.state is None or prepared.retry is not None):
-        return StructuresCheck(prepared.file, prepared.model.tokenizer)
-    return contextlib.nullcontext()
+        yield StructuresCheck(prepared.file, tokenizer)
+    if prepared.spec.scripted is None and (file := retried_structures(prepared.file)) is not None:
+        yield StructuresCheck(file, tokenizer)
 
 
 def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifest, say: Say) -> None:
@@ -203,7 +198,7 @@ def open_checked(prepared: PreparedJob, say: Say) -> Job:
 def _begun(
     prepared: PreparedJob,
     job: Job,
-    check: StructuresCheck | None,
+    checks: Sequence[StructuresCheck],
     *,
     choice: Choice | None,
     manifest: Manifest,
@@ -215,7 +210,7 @@ def _begun(
     choice: the rows of a new job.
     """
     state = prepared.state
-    if check is not None:
+    for check in checks:
         num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
         _await(check, replicas.fleet, num_rows, display)
     if choice is not None:

@@ -2,13 +2,23 @@
 
 import yaml
 
-from batchinf.base.text import counted
+from batchinf.base.paths import shown_url
+from batchinf.base.text import counted, short_count
 from batchinf.export.base import ExportedJob
-from batchinf.export.huggingface import DATA
+from batchinf.export.huggingface import DATA, job_mark
+from batchinf.results import Results
 
 
-def card_of(job: ExportedJob, num_rows: int, where: str | None) -> str:
-    """The text of the card. num_rows: how many rows are exported. where: the expression that chose them."""
+def rows_mark(results: Results, split: str) -> str:
+    """The line of a card that says which rows of which job the dataset has, if it has all of them."""
+    return f"{job_mark(results.job_id)}rows={results.digest} split={split} -->"
+
+
+def card_of(job: ExportedJob, num_rows: int, where: str | None, *, split: str, is_whole: bool) -> str:
+    """The text of the card. num_rows: how many rows are exported. where: the expression that chose them.
+
+    is_whole: all rows and columns are exported.
+    """
     results = job.results
     counts = results.counts
     made_with = results.facts()
@@ -20,16 +30,27 @@ def card_of(job: ExportedJob, num_rows: int, where: str | None) -> str:
         "error rows of the job": f"{counts.num_errors:,}",
         "tokens of the job": f"{counts.num_prompt_tokens:,} of prompts, {counts.num_output_tokens:,} of outputs",
         "job": f"`{results.job_id}`, begun {results.begun_at:%Y-%m-%d %H:%M} UTC",
+        "speed": _speed(results),
         "device": made_with.get("device", "unknown"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    data = [{"config_name": "default", "data_files": [{"split": "train", "path": f"{DATA}/*.parquet"}]}]
+    data = [{"config_name": "default", "data_files": [{"split": split, "path": f"{DATA}/*.parquet"}]}]
     head = yaml.safe_dump({"configs": data, "tags": ["batchinf"]}, sort_keys=False)
     own = job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    if "://" in str(path := own["input"].get("path", "")):
+        own["input"]["path"] = shown_url(path)  # a URL may have a key in its query
     spec = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
     table = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+    mark = rows_mark(results, split) if is_whole else f"{job_mark(results.job_id)}-->"
     return (
         f"---\n{head}---\n\n# Outputs of {job.spec.model.name}\n\n"
         f"{counted(num_rows, 'row')} of a job of batchinf.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n## Spec\n\n```yaml\n{spec}```\n"
+        f"| | |\n| --- | --- |\n{table}\n## Spec\n\n```yaml\n{spec}```\n\n{mark}\n"
     )
+
+
+def _speed(results: Results) -> str:
+    if (speed := results.speed) is None:
+        return "unknown"
+    prompt = short_count(speed.prompt_tokens_per_s)
+    return f"{prompt} prompt and {short_count(speed.output_tokens_per_s)} output tokens/s in its last run"

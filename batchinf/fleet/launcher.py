@@ -211,6 +211,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         begun_at=begun_at(job, state),
         columns=state.header.columns,
         repairs=() if retry is None else state.repairs(retry.number),
+        retry=retry,
     )
 
 

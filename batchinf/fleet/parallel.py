@@ -33,7 +33,7 @@ from batchinf.tasks.registry import task_of
 
 
 def with_degrees(
-    file: SpecFile, backend: Backend, say: Callable[[str], None], begun_with: Mapping[str, Any] | None = None
+    file: SpecFile, begun_with: Mapping[str, Any] | None = None, *, backend: Backend, say: Callable[[str], None]
 ) -> SpecFile:
     """The spec with numbers in place of `auto` for the tensor and pipeline-parallel sizes.
 

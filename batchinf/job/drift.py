@@ -15,14 +15,8 @@ from batchinf.manifest.state import State
 from batchinf.model.model import Model
 from batchinf.source.rows import NewRows
 from batchinf.spec.job import JobSpec, fields, fingerprint
+from batchinf.spec.retry import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS
 
-SAMPLING = "sampling."
-# A retry cannot change these: they change the output's columns, their meaning or the number of rows.
-FIXED_SAMPLING = frozenset(
-    f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
-)
-# A retry may change them, except the one of `n`.
-SAMPLING_COLUMNS = "sampling.columns"
 _MEANINGS = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
 
 

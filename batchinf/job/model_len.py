@@ -12,7 +12,8 @@ import numpy as np
 from batchinf.base.storage import Folder
 from batchinf.job.choose import Say, choose
 from batchinf.job.job import Job, PreparedJob, max_model_len
-from batchinf.job.open import open_input, with_length
+from batchinf.job.open import open_input
+from batchinf.job.resolve import with_longest
 from batchinf.model.model import Model, text_section
 from batchinf.records import Int64Array, Prompt
 from batchinf.spec.job import JobSpec
@@ -38,10 +39,7 @@ def with_known_length(
         longest = _longest(job, progress)
         length = rounded(job, longest)
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
-    file = with_length(prepared.file, length)
-    where = prepared.spec.input.model_copy(update={"answers": job.spec.input.answers})
-    spec = prepared.spec.model_copy(update={"engine": file.spec.engine, "input": where})
-    return replace(prepared, file=file, spec=spec)
+    return with_longest(prepared, length, job.spec.input.answers)
 
 
 def rounded(job: Job, longest: int) -> int:

@@ -8,24 +8,24 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base import faults
 from batchinf.base.errors import InputError, SpecError
-from batchinf.base.slices import job_folder, read_cut, source_folder
+from batchinf.base.slices import job_folder, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
 from batchinf.job.forms import form_of_input, refuse_unused, unused_fields
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
+from batchinf.job.resolve import before_model, began_as, with_columns, with_model, with_rows
 from batchinf.manifest.state import State
 from batchinf.model.lora import refuse_head, resolve_adapters
-from batchinf.model.model import Model, resolve, resolve_sampling, sampling_defaults, text_section
+from batchinf.model.model import Model, resolve, text_section
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
-from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai.fields import removed_in
 from batchinf.prompts.openai.lines import (
     COLUMNS,
@@ -36,10 +36,8 @@ from batchinf.prompts.openai.lines import (
     missing_columns,
     url_of,
 )
-from batchinf.prompts.openai.requests import may_be_batch, recognised
-from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
+from batchinf.prompts.renderer import TOOLS, check_columns, named_columns
 from batchinf.prompts.row_sampling import check_sampling_columns
-from batchinf.prompts.tools import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation, say_on_stderr
 from batchinf.source.find import NoInputError
@@ -48,18 +46,11 @@ from batchinf.source.formats.parquet import Parquet
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
-from batchinf.spec.file import SpecFile, with_task
+from batchinf.spec.file import SpecFile
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import FIRST_RULES, JobSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
-
-_STRUCTURES_CONFIG = "structured_outputs_config"
-# It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
-# milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/history/processor.md`.
-_BACKEND = "guidance"
-# The only one that has the structural tags by which vLLM forces most models' calls.
-_BACKEND_OF_CALLS = "xgrammar"
+from batchinf.tasks.registry import task_of, task_of_url, task_type
 
 
 def open_job(
@@ -90,24 +81,18 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
     """Resolve model and sampling; check all that does not depend on the input. state: of the job to resume."""
     with naming_lines(file):
         _check_output_apart(file.spec)
-        file = _with_rules(file, state)
-        began_as = _began_as(file, state)
-        file = _with_task(file, state)
-        file = with_length(file, began_as.get("engine.max_model_len"))
-        file = replace(file, spec=_with_backend(file.spec, began_as))
-        file = replace(file, spec=_with_answers(file.spec, began_as))
+        file = before_model(file, state, _task_of_lines)
+        identity = began_as(file, state)
         # If the spec names another revision, the old commit does not count.
-        is_same = began_as.get("model.revision") == file.spec.model.revision
-        began_with = str(began_as.get("model", "")) if is_same else ""
+        is_same = identity.get("model.revision") == file.spec.model.revision
+        began_with = str(identity.get("model", "")) if is_same else ""
         model = resolve(file.spec.model, began_with, has_images=file.spec.input.has_images)
-        task = task_type(file.spec)
-        task.check_images(file.spec)
-        file = replace(file, spec=_with_tool_parser(task, file.spec, model))
-        spec, origins = _with_defaults(task, file.spec, model, state)
-        spec = task.resolve(spec, model)
+        task_type(file.spec).check_images(file.spec)
+        file, spec, origins = with_model(file, model, state)
         check_prompts(spec, model)
         check_heads(spec, model)
-        adapters = resolve_adapters(spec, model, began_as.get("lora"))
+        _check_retry(file, spec, model)
+        adapters = resolve_adapters(spec, model, identity.get("lora"))
         folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
         if state is not None:
@@ -129,28 +114,19 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         return job
 
 
-def _with_rules(file: SpecFile, state: State | None) -> SpecFile:
-    """The spec with the rules of the folder's job, or of its other slices, if it has begun."""
-    rules = file.spec.rules
-    if state is not None:
-        rules = state.header.spec.get("rules", FIRST_RULES)
-    elif file.slice is not None and (cut := read_cut(file.spec.output.folder)) is not None:
-        rules = cut.rules
-    return file if rules == file.spec.rules else replace(file, spec=file.spec.model_copy(update={"rules": rules}))
-
-
-def _with_task(file: SpecFile, state: State | None) -> SpecFile:
-    """The spec with the task that a batch file's first line asks for, or that a begun job has, if it names none."""
-    spec = file.spec
-    if "task" in spec.model_fields_set or not (spec.input.is_batch_file or may_be_batch(spec.input)):
-        return file
-    default = task_type(spec).name
-    if state is None:
-        task = _task_of_lines(spec) or default
-    else:
-        is_batch_file = state.header.spec["input"]["format"] == OpenAIBatch.name
-        task = stored_task(state.header.spec).name if is_batch_file else default
-    return with_task(file, task) if task != default else file
+def _check_retry(file: SpecFile, spec: JobSpec, model: Model) -> None:
+    """Raise SpecError if the rows of the section `retry` cannot run with its sampling. spec: resolved."""
+    if (retry := spec.retry) is None:
+        return
+    try:
+        JobSpec.model_validate_json(spec.model_dump_json())  # the model has filled fields of sampling
+        tried = file.spec.model_copy(update={"sampling": retry.sampling_of(file.spec.sampling), "retry": None})
+        _, tried, _ = with_model(replace(file, spec=tried), model, None)
+        check_prompts(tried, model)
+    except ValidationError as error:
+        raise SpecError(f"retry.set: {error.errors()[0]['msg']}") from None
+    except SpecError as error:
+        raise SpecError(f"retry.set: {error}") from None
 
 
 def _task_of_lines(spec: JobSpec) -> str | None:
@@ -214,77 +190,6 @@ def _is_read(path: str, out: pathlib.Path) -> bool:
     return out.is_relative_to(root) and ("**" in path or any(file.match(path) for file in files))
 
 
-def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
-    """The identity of the folder's job, or what its slices share; empty for a new job."""
-    if state is not None:
-        return state.header.identity
-    cut = read_cut(file.spec.output.folder) if file.slice is not None else None
-    return {} if cut is None else cut.identity
-
-
-def with_length(file: SpecFile, length: Any) -> SpecFile:
-    """The spec with this number in place of `auto` for `engine.max_model_len`; as it is if `length` is no number."""
-    if not isinstance(length, int) or not file.spec.has_auto_length:
-        return file
-    spec = file.spec.model_copy(update={"engine": {**file.spec.engine, "max_model_len": length}})
-    return replace(file, spec=spec)
-
-
-def _with_answers(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
-    """The spec with the meaning of the answers that a job began with, in place of `auto`."""
-    if spec.input.answers != "auto":
-        return spec
-    answers = began_as.get("input.answers", "auto")
-    return spec.model_copy(update={"input": spec.input.model_copy(update={"answers": answers})})
-
-
-def _with_tool_parser(task: type[Task], spec: JobSpec, model: Model) -> JobSpec:
-    """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
-    if spec.model.tool_parser is not None and not task.makes_text:
-        got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
-        raise SpecError(f"model.tool_parser: {got}")
-    named = with_tool_parser(spec.model, model, spec.input.chat_template)
-    return spec.model_copy(update={"model": named})
-
-
-def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
-    """The spec with a fixed backend for structured outputs, if it has or may have some and names none.
-
-    Without a name, vLLM takes the backend that suits an engine's first structure for all later ones too, and ignores
-    parts of them. began_as: the identity of a job that has begun, which keeps what it has.
-    """
-    config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
-    may_have = spec.may_have_structures and task_of(spec).pooling is None
-    if spec.scripted is not None or not may_have or config.get("backend", "auto") != "auto":
-        return spec
-    before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
-    chosen = _BACKEND if spec.model.tool_parser is None else _BACKEND_OF_CALLS
-    backend = before.get("backend", "auto") if began_as else chosen
-    if backend == "auto":
-        return spec
-    return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
-
-
-def _with_defaults(
-    task: type[Task], spec: JobSpec, model: Model, state: State | None
-) -> tuple[JobSpec, dict[str, str]]:
-    """The spec with what the model and the folder's job decide, and where each value of the sampling comes from."""
-    sampling = spec.sampling
-    origins: dict[str, str] = {}
-    if task.takes_generation_config:
-        sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
-    check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
-    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
-    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model)
-    check_token_ids("sampling.logit_bias", tuple(sampling.logit_bias), model)
-    where = spec.input
-    if state is not None:
-        stored = state.header.spec["input"]
-        where = recognised(where, COLUMNS) if stored["format"] == OpenAIBatch.name else where
-        where = with_tools(where, [stored.get("tools_column")])
-    return spec.model_copy(update={"sampling": sampling, "input": where}), origins
-
-
 def check_heads(spec: JobSpec, model: Model) -> None:
     """Raise SpecError for a tensor-parallel size that vLLM would refuse half a minute later."""
     size = spec.parallel.tensor_parallel_size
@@ -336,13 +241,9 @@ def over_rows(prepared: PreparedJob, rows: Sequence[Mapping[str, object]]) -> Pr
 def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
     """The job with the `input` of its spec resolved. Raises SpecError if the input lacks a column."""
     names = list(columns)
-    state = prepared.state
-    # A job that has begun keeps its tools, or none.
-    where = recognised(prepared.spec.input, names)
-    if where is not prepared.spec.input:
+    spec = with_columns(prepared.spec, names, prepared.state)
+    if spec.input.is_batch_file:
         _check_is_lines(prepared.spec)
-    spec = prepared.spec.model_copy(update={"input": with_tools(where, names) if state is None else where})
-    spec = _with_backend(spec, {} if state is None else state.header.identity)
     if spec != prepared.spec:
         prepared = replace(prepared, spec=spec)
     prepared.task.check_input()
@@ -384,8 +285,7 @@ def open_input(
             [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
-        if not _began_as(file, state) and prepared.spec.rules > FIRST_RULES:
-            prepared = replace(prepared, spec=prepared.task.settle(prepared.spec, source, say))
+        prepared = with_rows(prepared, source, say)
         spec = prepared.spec
         of_input = form_of_input(spec, location_of(spec))
         if spec.rules > FIRST_RULES and state is None:
@@ -421,8 +321,8 @@ def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
     """Fingerprints of the input that the job has taken in. A new slice has that of the other slices."""
     if state is not None:
         return state.source_fingerprints
-    began_as = _began_as(file, None)
-    return (str(began_as.get("input", "")),) if began_as else ()
+    identity = began_as(file, None)
+    return (str(identity.get("input", "")),) if identity else ()
 
 
 def location_of(spec: JobSpec) -> InputLocation:

@@ -10,6 +10,7 @@ from batchinf.base.errors import RowError, UserError
 from batchinf.base.text import without_numbers
 from batchinf.job.job import Job, max_model_len
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.source.rows import Row
 
 MOST_SAMPLED = 1000
 # Rows to read together. In an input with large row groups, one row takes as long as these.
@@ -29,6 +30,15 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
         yield positions[start : start + RUN_ROWS]
 
 
+def sampled_rows(
+    job: Job, positions: Sequence[int], columns: Sequence[str], *, seed: int = 0, at_once: int = MOST_SAMPLED
+) -> Iterator[list[Row]]:
+    """The rows of `sample_rows` with these columns, some at once."""
+    for sampled in sample_rows(positions, seed):
+        for start in range(0, len(sampled), at_once):
+            yield job.source.read_rows(np.sort(np.asarray(sampled[start : start + at_once], np.int64)), columns)
+
+
 def refuse_hopeless(job: Job, positions: Sequence[int], make_builder: Callable[[], PromptBuilder]) -> None:
     """Raise UserError if all sampled rows would be error rows, unless `max_error_rate` is 1.
 
@@ -44,15 +54,13 @@ def refuse_hopeless(job: Job, positions: Sequence[int], make_builder: Callable[[
     builder = make_builder()
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], tuple[int, RowError]] = {}
-    for sampled in sample_rows(positions, 0):
-        for start in range(0, len(sampled), RUN_ROWS):
-            places = np.sort(np.asarray(sampled[start : start + RUN_ROWS], np.int64))
-            for prompt in builder.build(job.source.read_rows(places, builder.columns), max_model_len(job)):
-                if prompt.error is None:
-                    return
-                key = prompt.error.error_type, without_numbers(prompt.error.error_message)
-                counts[key] += 1
-                firsts.setdefault(key, (prompt.row_index, prompt.error))
+    for rows in sampled_rows(job, positions, builder.columns, at_once=RUN_ROWS):
+        for prompt in builder.build(rows, max_model_len(job)):
+            if prompt.error is None:
+                return
+            key = prompt.error.error_type, without_numbers(prompt.error.error_message)
+            counts[key] += 1
+            firsts.setdefault(key, (prompt.row_index, prompt.error))
     if counts:
         raise hopeless(counts.total(), len(positions), *firsts[counts.most_common(1)[0][0]])
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.base.database import duckdb_batches, duckdb_errors, open_duckdb
+from batchinf.base.database import duckdb_batches, duckdb_errors, open_duckdb, register
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute
 from batchinf.base.storage import Folder
@@ -51,7 +51,7 @@ class ScratchDatabase:
         """Run a statement, which may name `tables`. Returns DuckDB's result, which is fetched if it has rows."""
         with duckdb_errors(self._wrong):
             for name, table in tables.items():
-                self._connection.register(name, table)
+                register(self._connection, name, table)
             return self._connection.execute(statement)
 
     def column(self, query: str, **tables: pa.Table) -> npt.NDArray[Any]:

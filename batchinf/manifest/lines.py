@@ -100,6 +100,12 @@ class Retry:
     """Rows from here on came into the job later, and do not belong to the retry."""
     repair: Repair | None = None
     """The file that replaces some input rows from this retry on; None: it was given none."""
+    attempt: Count = 0
+    """Enters the seeds of its requests. 0: these have the seeds of the first run, as those of a repair have."""
+    is_automatic: Flag = False
+    """Begun by the spec's section `retry`."""
+    num_mended: Count | None = None
+    """Chosen rows that the predicate did not match afterwards; None: they are not counted."""
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())

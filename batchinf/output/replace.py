@@ -33,6 +33,8 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
         "set": retry.overrides,
         "num_rows": retry.num_rows,
     }
+    if retry.attempt:
+        description["attempt"] = retry.attempt
     if retry.repair is not None:
         description["input"] = {"path": retry.repair.path, "num_rows": retry.repair.num_rows}
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(description, ensure_ascii=False)}

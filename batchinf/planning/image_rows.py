@@ -1,16 +1,15 @@
 """What the rows of a job say about its images, before engines start: `fleet` chooses engine arguments by it."""
 
+import contextlib
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
-from batchinf.base.errors import UserError
 from batchinf.job.job import Job
-from batchinf.job.sample import RUN_ROWS, sample_rows
+from batchinf.job.sample import RUN_ROWS, sampled_rows
 from batchinf.model.image_tokens import ImageSize
 from batchinf.planning.images import SampledImages
-from batchinf.planning.lengths import opened
+from batchinf.planning.lengths import UNREADABLE, opened
 from batchinf.spec.file import SpecFile
 
 
@@ -26,14 +25,11 @@ class ImagesOfRows:
 
 def images_of_rows(file: SpecFile) -> ImagesOfRows | None:
     """Read a sample of the input. None if there is no quick one, or if it cannot be read: the start says why."""
-    try:
-        with opened(file, may_scan=False) as sample:
-            if sample is None:
-                return None
+    with contextlib.suppress(*UNREADABLE), opened(file, may_scan=False) as sample:
+        if sample is not None:
             job, num_rows = sample
             return _of_sample(job, file, is_whole=num_rows is None)
-    except (UserError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
-        return None
+    return None
 
 
 def _of_sample(job: Job, file: SpecFile, *, is_whole: bool) -> ImagesOfRows:
@@ -43,15 +39,13 @@ def _of_sample(job: Job, file: SpecFile, *, is_whole: bool) -> ImagesOfRows:
     most = num_read = 0
     has_errors = False
     sizes: list[ImageSize] = []
-    for sampled in sample_rows(job.rows, 0):
-        for start in range(0, len(sampled), RUN_ROWS):
-            places = np.sort(np.asarray(sampled[start : start + RUN_ROWS], np.int64))
-            for prompt in images.looked_at(builder.build(job.source.read_rows(places, builder.columns), None)):
-                num_read += 1
-                # A row without images surely has no more of them than others.
-                has_errors |= prompt.error is not None and prompt.error.error_type != "image_missing"
-                most = max(most, len(prompt.image_shapes))
-                sizes += [(width, height) for _, width, height in prompt.image_shapes]
+    for rows in sampled_rows(job, job.rows, builder.columns, at_once=RUN_ROWS):
+        for prompt in images.looked_at(builder.build(rows, None)):
+            num_read += 1
+            # A row without images surely has no more of them than others.
+            has_errors |= prompt.error is not None and prompt.error.error_type != "image_missing"
+            most = max(most, len(prompt.image_shapes))
+            sizes += [(width, height) for _, width, height in prompt.image_shapes]
     are_all = is_whole and num_read == len(job.rows) and not has_errors
     largest = max(sizes, key=lambda size: size[0] * size[1], default=None)
     return ImagesOfRows(most if are_all else _most_by_types(job), largest)

@@ -19,13 +19,13 @@ from batchinf.job.disk_space import ChoiceLengths, task_of_length
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.open import location_of, open_job
 from batchinf.job.ordering import prefix_key, shared_in_order
-from batchinf.job.sample import RUN_ROWS, sample_rows
+from batchinf.job.sample import RUN_ROWS, sampled_rows
 from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.images import SampledImages
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Int64Array, Prompt
+from batchinf.records import Prompt
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, is_scanned_quickly, sample_input
@@ -44,6 +44,8 @@ _MANY_REQUESTS = 100_000
 _MOST_BYTES = 8 << 20
 _MOST_FILES = 1000  # a sample opens each file, before any engine starts
 _BLOCK_BYTES = 64  # about 16 tokens of text, a block of vLLM
+# Errors of an input that cannot be read. The start reads it again, and says why it cannot.
+UNREADABLE = (UserError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,24 +311,20 @@ class _Sample:
         read = job.source.read_rows
         sizes: list[tuple[int, int]] = []  # in bytes, and the position
         groups: list[list[Row]] = []
-        all_places: list[Int64Array] = []
         num_bytes = 0
         # Images may have thousands of times as many bytes as texts, and have other lengths: they are read later.
         of_images = {column for _, column in job.spec.input.image_columns}
         texts = [column for column in columns if column not in of_images]
-        for group in sample_rows(positions, 0):
-            places = np.sort(np.asarray(group, np.int64))
-            all_places.append(places)
-            rows = read(places, texts)
+        for rows in sampled_rows(job, positions, texts):
             row_bytes = [min(most_bytes, len(repr(row.values).encode(errors="replace"))) for row in rows]
-            sizes += zip(row_bytes, places.tolist(), strict=True)
+            sizes += zip(row_bytes, (row.row_index for row in rows), strict=True)
             num_bytes += sum(row_bytes)
             groups.append(rows)
             if num_bytes > _MOST_BYTES or of_images:
                 groups.clear()
         if num_bytes <= _MOST_BYTES and of_images:
-            pieces = (places[at : at + RUN_ROWS] for places in all_places for at in range(0, len(places), RUN_ROWS))
-            return cls(len(sizes), ((read(piece, columns), [[1.0]] * len(piece)) for piece in pieces), [])
+            again = sampled_rows(job, positions, columns, at_once=RUN_ROWS)
+            return cls(len(sizes), ((rows, [[1.0]] * len(rows)) for rows in again), [])
         if num_bytes <= _MOST_BYTES:
             return cls(len(sizes), [(rows, [[1.0]] * len(rows)) for rows in groups], [])
         sizes.sort()
@@ -372,15 +370,11 @@ def shared_share(file: SpecFile) -> float | None:
     location = location_of(file.spec)
     if file.spec.input.order in ("prefix", "auto") or is_url(location.path) or is_dataset(location):
         return None
-    try:
-        if len(find_files(location)[1]) > _MOST_FILES:
-            return None
-        with opened(file, may_scan=False) as sample:
-            if sample is None:
-                return None
-            texts = _beginnings(sample[0])
-    except (UserError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
-        return None  # the start reads the input again, and says why it cannot
+    texts: list[bytes] = []
+    with contextlib.suppress(*UNREADABLE):
+        if len(find_files(location)[1]) <= _MOST_FILES:
+            with opened(file, may_scan=False) as sample:
+                texts = [] if sample is None else _beginnings(sample[0])
     if not texts:
         return None
     # vLLM caches whole blocks.
@@ -393,7 +387,7 @@ def _beginnings(job: Job) -> list[bytes]:
     builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
     return [
         beginning
-        for places in sample_rows(job.rows, 0)
-        for row in job.source.read_rows(np.asarray(places, np.int64), builder.columns)
+        for rows in sampled_rows(job, job.rows, builder.columns)
+        for row in rows
         if (beginning := builder.outline(row).beginning) is not None
     ]

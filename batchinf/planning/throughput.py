@@ -34,9 +34,6 @@ REQUEST_S = 150e-6  # for each request, once
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
-# Several engines on a device take longer by this factor than the peaks' shares say: they take turns, and the small
-# kernels, which the Python of one engine hides, add up.
-_TURNS = 1.4
 # A step that makes tokens takes longer by this factor in a pipeline: its stages wait for each other. Measured with two:
 # 1.10 and 1.31 for 8B, 1.54 for 70B (benchmarks/RESULTS.md, benchmarks/history/vllm-0.26.md).
 _STAGES_WAIT = 1.3
@@ -161,8 +158,8 @@ class Prediction:
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
 
-def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: float, sharers: int = 1) -> Prediction:
-    """Time of the work on one replica. fit: at its degrees. sharers: replicas on each device, all with as much work."""
+def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: float) -> Prediction:
+    """Time of the work on one replica. fit: at its degrees."""
     pipeline = fit.pipeline_parallel_size
     num_devices = fit.tensor_parallel_size * pipeline
     limits = fit.limits
@@ -198,9 +195,6 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
     if pipeline > 1 and decoded:
         step_s *= _STAGES_WAIT
-    if sharers > 1:  # the device does a step of each in turn, or waits for the Python of all
-        device_s *= sharers * _TURNS
-        step_s = max(step_s, device_s)
     seconds = work.num_requests * step_s / starts
     if decoded:  # the last sequences end alone
         weights_s = shape.layer_bytes / fit.tensor_parallel_size / gpu.bandwidth / _MEMORY_SHARE

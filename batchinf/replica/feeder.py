@@ -22,7 +22,7 @@ from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request,
 from batchinf.replica.images import ImagePrompts, Render
 from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
-from batchinf.tasks.base import Task
+from batchinf.tasks.base import Task, seed_of
 
 Item = TypeVar("Item")
 
@@ -172,6 +172,8 @@ class Feeder(threading.Thread):
     """The engine's: makes tokens of images."""
     images: ImagePrompts | None = None
     """None in a job without images."""
+    attempt: int = 0
+    """Of a retry; it enters the seeds. See `Retry.attempt`."""
 
     def __post_init__(self) -> None:
         super().__init__(name="feeder", daemon=True)
@@ -351,6 +353,8 @@ class Feeder(threading.Thread):
                 index = request.request_index
                 failed.append(error_result(part, index, number, error, attempts=opened.lease.attempts))
             elif not opened.is_done(request.row_index, request.request_index):
+                if self.attempt and request.seed is not None and part.line_seed is None:
+                    request = replace(request, seed=seed_of(request.seed, request.row_index, self.attempt))
                 if prompt.adapter is not None:
                     request = replace(request, adapter=prompt.adapter)
                 if rendered is not None:

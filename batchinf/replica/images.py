@@ -47,8 +47,16 @@ _Made = tuple[Prompt, RenderedPrompt | None]
 class ImagePrompts:
     """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
 
-    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
-        """base_folder, cache_folder: see `ImageLoader`."""
+    def __init__(
+        self,
+        settings: ImageSettings,
+        *,
+        base_folder: str | None,
+        cache_folder: Folder | None = None,
+        fails_row: bool = False,
+    ) -> None:
+        """base_folder, cache_folder: see `ImageLoader`. fails_row: an image that has changed fails only its row."""
+        self._fails_row = fails_row
         self._max_per_row = settings.max_per_row
         self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
         self._rows_ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // 2))
@@ -88,7 +96,10 @@ class ImagePrompts:
         except RowFailed as failed:
             return _failed(prompt, failed.error), None
         digests = tuple(image.digest for image in loaded)
-        _refuse_changes(prompt, digests, known.get(prompt.row_index))
+        if (change := _change(prompt, digests, known.get(prompt.row_index))) is not None:
+            if self._fails_row:
+                return _failed(prompt, RowError("image_changed", change)), None
+            raise DriftError(f"row {prompt.row_index}: {change}: {known[prompt.row_index].way_out}")
         shapes = tuple((image.format, image.width, image.height) for image in loaded)
         unrendered_hash = prompt_hash(np.array(prompt.token_ids, np.int32), digests)
         prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes,
@@ -101,15 +112,16 @@ class ImagePrompts:
         return with_rendered(prompt, len(shared), rendered), rendered
 
 
-def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: KnownImages | None) -> None:
+def _change(prompt: Prompt, digests: Sequence[str], known: KnownImages | None) -> str | None:
+    """Which image of a row has changed, for people; None if none has."""
     if known is None or list(known.digests) == list(digests):
-        return
+        return None
     places = [place for place, (new, old) in enumerate(zip(digests, known.digests, strict=False)) if new != old]
     which = f"image {places[0] + 1}" if places else "the list of images"
     source = prompt.image_sources[places[0]] if places else None
     is_named = isinstance(source, str) and not source.startswith("data:")
     named = f" ('{clip(shown_url(str(source)) if is_http(str(source)) else str(source), 200)}')" if is_named else ""
-    raise DriftError(f"row {prompt.row_index}: {which}{named} has changed since the job ran the row: {known.way_out}")
+    return f"{which}{named} has changed since the job ran the row"
 
 
 def known_images(

@@ -198,6 +198,7 @@ class Incarnation:
             may_store=self._may_store,
             columns=work.columns,
             given_rows=given_rows,
+            retry=work.retry,
         )
         self._first_fork.after(pipeline.prepare)
         return pipeline

@@ -64,6 +64,8 @@ class Work:
     """Those of the job's parts and segments."""
     repairs: tuple[Retry, ...] = ()
     """The retries up to this one, from whose files rows are taken. The job's first run reads its input alone."""
+    retry: Retry | None = None
+    """The retry whose rows these are; None: those of the first run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_fields
 from batchinf.manifest.columns import Columns
+from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
@@ -30,6 +31,7 @@ from batchinf.replica.worker import Worker, window
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
+from batchinf.spec.job import RULES_OF_ATTEMPTS
 from batchinf.tasks.base import Task
 
 # A row that fails before it reaches the engine, with its message.
@@ -60,6 +62,8 @@ class Pipeline:
     """Those of the job's files; None: all that the task has."""
     given_rows: Callable[[int, int], frozenset[int]] = lambda start, stop: frozenset()
     """The rows from a first to a last position (exclusive) that this retry takes from another file."""
+    retry: Retry | None = None
+    """Whose rows these are; None: those of the first run."""
 
     def __post_init__(self) -> None:
         self._spec = self.task.spec
@@ -120,6 +124,7 @@ class Pipeline:
             max_model_len=info.max_model_len,
             render=engine.render,
             images=self._image_prompts(),
+            attempt=self.retry.attempt if self.retry is not None and self._spec.rules >= RULES_OF_ATTEMPTS else 0,
         )
         return Worker(
             engine=engine,
@@ -137,7 +142,8 @@ class Pipeline:
             return None
         # A retry fetches images again, so that it notices those that have changed.
         cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
-        return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
+        fails_row = self.retry is not None and self.retry.is_automatic
+        return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache, fails_row=fails_row)
 
     def _open_lease(self, lease: Lease) -> OpenLease:
         rows = ShardRows(lease.start, lease.stop) if self.order is None else self.order.of(lease)

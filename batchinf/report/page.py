@@ -1,6 +1,10 @@
-"""Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
+"""Makes the report of a job: collects the figures from its files and fills the page `page.html`.
+
+The page has no scripts or connections.
+"""
 
 import functools
+import importlib.resources
 import math
 import os
 import pathlib
@@ -8,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
+
 from batchinf.base.errors import BatchinfError, OutputError, UserError
 from batchinf.base.paths import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
-from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken, utc_now
+from batchinf.base.text import clip, counted, duration, one_line, plain, short_count, size_text, time_taken, utc_now
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.commands.whole_row import build_again
 from batchinf.fleet.status import read_looks
@@ -24,7 +30,6 @@ from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.prompts.encoder import show
 from batchinf.report import charts
-from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.samples import Samples, sample_groups
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
@@ -76,7 +81,22 @@ def report_page(out: str, price: float | None = None) -> str:
     """The page as HTML."""
     facts = _facts(out, price)
     inputs = _inputs(out, facts["rows"].samples)
-    return template("page.html").render(**facts, inputs=inputs, phase_colors=charts.PHASE_COLORS, charts=charts)
+    # In all values, marks of HTML, control characters and marks of direction are escaped.
+    environment = jinja2.Environment(
+        autoescape=True,
+        finalize=lambda value: plain(value) if type(value) is str else value,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=_number, utc=lambda at: f"{at[:19].replace('T', ' ')} UTC")
+    text = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    page = environment.from_string(text)
+    return page.render(**facts, inputs=inputs, phase_colors=charts.PHASE_COLORS, charts=charts)
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
 
 
 def _facts(out: str, price: float | None) -> dict[str, Any]:
@@ -187,8 +207,12 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
 
 
 def _repair_cards(report: StatusReport) -> Iterator[Card]:
-    """Input rows that retries took from files."""
+    """Input rows that retries mended or took from files."""
     for job in report.jobs:
+        for retry in job.retries:
+            if retry.num_mended is not None:
+                note = f"of {retry.num_rows:,} by retry {retry.number} ({clip(retry.predicate)})"
+                yield Card("input rows mended", f"{retry.num_mended:,}", note)
         for repair in job.repairs:
             note = f"by retry {repair.retry}, from {clip(repair.path)}"
             yield Card("input rows repaired", f"{repair.num_rows:,}", note)

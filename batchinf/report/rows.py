@@ -1,6 +1,6 @@
 """Figures of a job's output rows: lengths, numbers, logprobs, finish reasons, labels, errors.
 
-DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a time. So memory is bounded.
+DuckDB adds them up within its limit of memory.
 """
 
 import contextlib
@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.database import open_duckdb
+from batchinf.base.database import open_duckdb, register
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.storage import Folder
@@ -36,16 +34,24 @@ from batchinf.tasks.registry import task_of
 
 _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
-# Numbers in lists that are read; of more, parts at equal distances are.
-_MOST_NUMBERS = 100_000_000
+# Numbers in lists that are read, which takes about ten seconds; of more, parts at equal distances are.
+_MOST_NUMBERS = 20_000_000
 _MOST_GROUPS = 40
 _MOST_LABELS = 24
 _MESSAGE_CHARS = 300
 _LABEL_CHARS = 40
-_ROWS_AT_ONCE = 512
-_LEAST_LOGPROB = -12.0
-# Share of the logprobs, the lowest, that a histogram leaves out.
-_RARE = 0.005
+# Columns with the logprobs of tokens, and SQL for these.
+_LOGPROBS = {"logprobs": "unnest(logprobs)", "choice_logprobs": "unnest(flatten(choice_logprobs))"}
+_ENTROPY = "Entropy at a token, from its most likely tokens"
+# In nats, of each token. All tokens that are not among the most likely ones count as one, so this is a lower bound.
+_ENTROPIES = """
+    unnest(list_transform(
+        list_transform(top_logprobs, lambda top: list_transform(top, lambda x: exp(x))),
+        lambda p: if(len(p) > 0, greatest(0, -list_sum(
+            list_transform(list_append(p, 1 - list_sum(p)), lambda x: if(x > 0, x * ln(x), 0))
+        )), NULL)
+    ))
+"""
 _QUANTILES = ("least", "5 % below", "median", "95 % below", "most")
 
 
@@ -192,6 +198,7 @@ class _Rows:
         schema = _schema_of(paths, journalled)
         nested = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._lists = nested - {*input_columns}
+        self._token_lists = [name for name in (*_LOGPROBS, "top_logprobs") if name in self._lists]
         self._types = {field.name: field.type for field in schema if field.name not in nested}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         # A kept column may have the name of a column of another task.
@@ -213,8 +220,12 @@ class _Rows:
                 self._own_columns.add("choice_probability")
             selects.append(f"SELECT {columns} FROM parts")
         if self._journalled:
-            names = [n for n in (*self._types, IMAGE_DIGESTS) if n in self._journalled[0].column_names]
-            self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
+            known = self._journalled[0].schema
+            names = [name for name in (*self._types, IMAGE_DIGESTS) if name in known.names]
+            fields = [known.field(name) for name in (*names, *self._token_lists) if name in known.names]
+            schema = pa.schema([field.with_type(_without_halves(field.type)) for field in fields])
+            tables = [table.select(schema.names).cast(schema) for table in self._journalled]
+            register(self._connection, "journalled", pa.concat_tables(tables))
             selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
         nothing = "SELECT NULL AS error_type WHERE false"
         self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
@@ -254,27 +265,25 @@ class _Rows:
     def _query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, values).fetchall()
 
-    def _histogram(self, name: str, title: str, unit: str) -> Histogram:
+    def _histogram(self, name: str, title: str, unit: str, view: str = "output") -> Histogram:
         """Of a column of numbers: equal bins from the 0.5th to the 99.5th percentile, rounded outwards."""
         column = _quoted(name)
-        is_whole = pa.types.is_integer(self._types[name])
-        finite = f"FROM output WHERE {column} IS NOT NULL AND isfinite({column}::DOUBLE)"
+        is_whole = view == "output" and pa.types.is_integer(self._types[name])
+        finite = f"FROM {view} WHERE {column} IS NOT NULL AND isfinite({column}::DOUBLE)"
         shares = [0.005, 0.05, 0.5, 0.95, 0.995]
         [(low, high, quantiles, num_odd)] = self._query(
             f"SELECT min({column})::DOUBLE, max({column})::DOUBLE, approx_quantile({column}::DOUBLE, {shares}), "
-            f"(SELECT count({column}) FROM output) - count(*) {finite}"
+            f"(SELECT count({column}) FROM {view}) - count(*) {finite}"
         )
         if low is None:
             return Histogram(title, unit, (), num_not_finite=num_odd)
         # Of a few negative numbers, the approximation may be above all of them.
         quantiles = [min(max(value, low), high) for value in quantiles]
         start, step, num_bins = _nice_bins(max(low, quantiles[0]), min(high, quantiles[-1]), is_whole)
-        counts = dict(
-            self._query(
-                f"SELECT least(greatest(floor(({column} - {start}) / {step}), -1), {num_bins})::INT, count(*) "
-                f"{finite} GROUP BY 1"
-            )
-        )
+        # The last bin of fractions has its end, too: many logprobs are 0.
+        is_above = f"{column} {'>=' if is_whole else '>'} {start + num_bins * step}"
+        place = f"least(greatest(floor(({column} - {start}) / {step}), -1), if({is_above}, {num_bins}, {num_bins - 1}))"
+        counts = dict(self._query(f"SELECT {place}::INT, count(*) {finite} GROUP BY 1"))
         values = [low, *quantiles[1:4], high]
         return Histogram(
             title,
@@ -336,109 +345,42 @@ class _Rows:
 
     def _token_histograms(self) -> tuple[tuple[Histogram, ...], tuple[str, ...]]:
         """Logprobs and entropies of tokens, and notes about them."""
-        names = [name for name in ("logprobs", "choice_logprobs", "top_logprobs") if name in self._lists]
-        logprobs = _Counts(_LEAST_LOGPROB, 0.0, 12 * _NUM_BINS)
-        entropies: _Counts | None = None
-        num_numbers = 0
-        for name, column in self._columns(names):
-            values, k = _flat(column)
-            num_numbers += len(values)
-            if name != "top_logprobs":
-                logprobs.add(values)
-            elif k:
-                entropies = entropies or _Counts(0.0, math.log(k + 1), _NUM_BINS)
-                entropies.add(_entropies(values.reshape(-1, k)))
-            if num_numbers > _MOST_NUMBERS:
-                break
+        step = self._create_lists()
+        logprobs = [sql for name, sql in _LOGPROBS.items() if name in self._token_lists]
+        entropies = [_ENTROPIES] if "top_logprobs" in self._token_lists else []
         histograms = []
-        if names not in ([], ["top_logprobs"]):
-            histograms.append(logprobs.histogram("Logprob of a token", "nats"))
-        if entropies is not None:
-            histograms.append(entropies.histogram("Entropy at a token, from its most likely tokens", "nats"))
-        note = f"Logprobs and entropies are those of the first {num_numbers:,} numbers, from parts over the whole job."
-        return tuple(histograms), (note,) if num_numbers > _MOST_NUMBERS else ()
+        for title, values in (("Logprob of a token", logprobs), (_ENTROPY, entropies)):
+            if values:
+                selects = " UNION ALL ".join(f"SELECT {sql} AS value FROM lists" for sql in values)
+                self._connection.execute(f"CREATE OR REPLACE VIEW tokens AS {selects}")
+                histograms.append(self._histogram("value", title, "nats", view="tokens"))
+        note = f"Logprobs and entropies are those of one part in {step:,}, from all over the job."
+        return tuple(each for each in histograms if each.num_values), (note,) if step > 1 else ()
 
-    def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
-        """These columns of parts and journal, some rows at a time. A part may lack some of them."""
-        if not names:
-            return
-        for path in _spread(self._paths):
-            with open_part(path) as file:
-                present = [name for name in names if name in file.schema_arrow.names]
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
-                    yield from zip(batch.schema.names, batch.columns, strict=True)
-        for table in self._journalled:
-            if set(names) <= set(table.column_names):
-                for batch in table.select(names).to_batches(_ROWS_AT_ONCE):
-                    yield from zip(names, batch.columns, strict=True)
-
-
-class _Counts:
-    """Counts values in equal bins."""
-
-    def __init__(self, start: float, stop: float, num_bins: int) -> None:
-        self._start = start
-        self._stop = stop
-        self._counts = np.zeros(num_bins, np.int64)
-        self._num_below = 0
-        self._num_above = 0
-        self._num_odd = 0
-
-    def add(self, values: npt.NDArray[Any]) -> None:
-        is_number = ~np.isnan(values)
-        self._num_odd += len(values) - int(np.count_nonzero(is_number))
-        # The last bin has its end, too: a logprob of 0.
-        self._counts += np.histogram(values[is_number], len(self._counts), (self._start, self._stop))[0]
-        self._num_below += int(np.count_nonzero(values < self._start))
-        self._num_above += int(np.count_nonzero(values > self._stop))
-
-    def histogram(self, title: str, unit: str) -> Histogram:
-        """In at most 40 bins, without the lowest and rarest values."""
-        num_rare = _RARE * (self._counts.sum() + self._num_below) - self._num_below
-        num_fine = len(self._counts) - int(np.searchsorted(np.cumsum(self._counts), max(0.0, num_rare), side="right"))
-        num_joined = max(1, math.ceil(num_fine / _NUM_BINS))
-        num_bins = min(_NUM_BINS, len(self._counts) // num_joined)
-        first = len(self._counts) - num_bins * num_joined
-        width = (self._stop - self._start) / len(self._counts)
-        edges = (self._start + width * np.arange(first, len(self._counts) + 1, num_joined)).tolist()
-        counts = self._counts[first:].reshape(num_bins, num_joined).sum(axis=1).tolist()
-        return Histogram(
-            title,
-            unit,
-            tuple(map(Bin, edges, edges[1:], counts)),
-            num_below=self._num_below + int(self._counts[:first].sum()),
-            num_above=self._num_above,
-            num_not_finite=self._num_odd,
-        )
+    def _create_lists(self) -> int:
+        """Create the view `lists` with the numbers of tokens in the journal and in each n-th part; returns n."""
+        step = 1
+        selects = [f"SELECT {', '.join(self._token_lists)} FROM journalled"] if self._journalled else []
+        if self._paths and self._token_lists:
+            files = [glob.escape(absolute(path)) for path in self._paths]
+            [(num_numbers,)] = self._query(
+                "SELECT sum(num_values) FROM parquet_metadata($1) WHERE split_part(path_in_schema, ',', 1) IN $2",
+                files,
+                self._token_lists,
+            )
+            step = max(1, math.ceil((num_numbers or 0) / _MOST_NUMBERS))
+            self._connection.read_parquet(files[::step], union_by_name=True).create_view("some_parts")
+            selects.append(f"SELECT {', '.join(self._token_lists)} FROM some_parts")
+        if selects and self._token_lists:
+            self._connection.execute(f"CREATE VIEW lists AS {' UNION ALL BY NAME '.join(selects)}")
+        return step
 
 
-def _entropies(logprobs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """[num_tokens] in nats. logprobs: [num_tokens, k]. All other tokens count as one, so this is a lower bound."""
-    with np.errstate(all="ignore"):
-        p = np.exp(logprobs.astype(np.float32))
-        rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
-        terms = np.where(p > 0, p * logprobs, 0.0).sum(axis=1)
-        entropies: npt.NDArray[np.float32] = -(terms + np.where(rest > 0, rest * np.log(rest), 0.0))
-    return np.maximum(entropies, 0.0)
-
-
-def _flat(column: pa.Array) -> tuple[npt.NDArray[Any], int]:
-    """All numbers in a column of lists, and the length of the innermost lists; 0 if that varies."""
-    k = 0
-    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        lengths = pc.unique(pc.list_value_length(column).drop_null())
-        k = lengths[0].as_py() if len(lengths) == 1 else 0
-        column = column.flatten()
-    values = column.drop_null().to_numpy(zero_copy_only=False)
-    return values, k if k and len(values) % k == 0 else 0
-
-
-def _spread(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
-    """The same paths in an order whose every beginning is from all over the job."""
-    count = len(paths)
-    bits = max(1, count - 1).bit_length()
-    places = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-    return [paths[place] for place in places if place < count]
+def _without_halves(type: pa.DataType) -> pa.DataType:
+    """Lists of float32 in place of float16, which DuckDB does not take from Arrow."""
+    if pa.types.is_list(type):
+        return pa.list_(_without_halves(type.value_type))
+    return pa.float32() if type == pa.float16() else type
 
 
 def _nice_bins(low: float, high: float, is_whole: bool) -> tuple[float, float, int]:
@@ -450,7 +392,8 @@ def _nice_bins(low: float, high: float, is_whole: bool) -> tuple[float, float, i
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= step * (1 - 1e-9))
     step = max(1.0, float(math.ceil(step))) if is_whole else step
     start = math.floor(low / step) * step
-    return start, step, max(1, math.floor((high - start) / step) + 1)
+    num_bins = math.floor((high - start) / step) + 1 if is_whole else math.ceil((high - start) / step - 1e-9)
+    return start, step, max(1, num_bins)
 
 
 def _quoted(name: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.base.database import duckdb_errors, open_duckdb
+from batchinf.base.database import duckdb_errors, open_duckdb, register
 from batchinf.base.errors import UserError
 from batchinf.base.text import list_names
 
@@ -95,7 +95,7 @@ class Predicate:
             with duckdb_errors(self._wrong):
                 fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
                 named = table.cast(pa.schema(fields)).rename_columns([self._named[name] for name in table.column_names])
-                self._connection.register(self._table, named)
+                register(self._connection, self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
             # After a stop, the interrupted query still holds the connection, so this fails. Only the stop is raised.

@@ -4,7 +4,9 @@ A new job refuses a folder that would give it wrong rows. A job that has begun g
 """
 
 import glob
+import itertools
 import os
+import pathlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,6 +38,7 @@ _ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json")  # `datasets` writ
 
 # Signs of tables whose log says which files count: a name in a folder of the table → the kind of table.
 _LOGS = (("_delta_log", "a Delta table"), (".hoodie", "a Hudi table"), ("metadata/*.metadata.json", "an Iceberg table"))
+_LOG_FOLDERS = {sign.partition("/")[0] for sign, _ in _LOGS}
 _LOG = re.compile(r"(?:^|/)(?:(_delta_log)(?:/|$)|(\.hoodie)(?:/|$)|(metadata)/[^/]*\.metadata\.json$)")
 
 
@@ -132,17 +135,11 @@ def refuse_captions(found: Mapping[str, FileFormat], path: str) -> None:
 
 def refuse_table(path: str) -> None:
     """Raise InputError if a folder of this host is a table of Delta, Iceberg or Hudi, or within one."""
-    folder = os.path.realpath(path)
-    while True:
+    folder = pathlib.Path(path).resolve()
+    below = (inner for inner, folders, _ in os.walk(path) if not _LOG_FOLDERS.isdisjoint(folders))
+    for place in itertools.chain(map(str, (folder, *folder.parents)), below):
         for sign, kind in _LOGS:
-            if glob.glob(os.path.join(glob.escape(folder), sign)):
-                raise _table_error(path, kind)
-        if folder == os.path.dirname(folder):
-            break
-        folder = os.path.dirname(folder)
-    for above, folders, _ in os.walk(path):
-        for sign, kind in _LOGS:
-            if sign.partition("/")[0] in folders and glob.glob(os.path.join(glob.escape(above), sign)):
+            if glob.glob(os.path.join(glob.escape(place), sign)):
                 raise _table_error(path, kind)
 
 

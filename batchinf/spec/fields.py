@@ -25,6 +25,11 @@ def identity_or(short: dict[str, Any]) -> Any:
     return Field(json_schema_extra={"resume": "identity", "short": short})
 
 
+def runtime_or(short: dict[str, Any]) -> Any:
+    """A runtime field that also accepts a short form, as `identity_or`."""
+    return Field(json_schema_extra={"resume": "runtime", "short": short})
+
+
 # The value may be `{file: path}`. `spec.file` then reads it from that file.
 FROM_FILE = identity_or(
     {"type": "object", "properties": {"file": {"type": "string"}}, "required": ["file"], "additionalProperties": False}

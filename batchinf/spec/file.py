@@ -40,10 +40,13 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if "content" in _mapping(message):
             yield message, "content", f"input.messages[{number}].content", False
-    structure = _mapping(_mapping(data.get("sampling")).get("structured_outputs"))
-    for name, is_value in _STRUCTURES.items():
-        if name in structure:
-            yield structure, name, f"sampling.structured_outputs.{name}", is_value
+    in_retry = _mapping(_mapping(data.get("retry")).get("set"))
+    for structure, field in (
+        (_mapping(_mapping(data.get("sampling")).get("structured_outputs")), "sampling.structured_outputs"),
+        (_mapping(in_retry.get("sampling.structured_outputs")), "retry.set.sampling.structured_outputs"),
+    ):
+        places = ((name, is_value) for name, is_value in _STRUCTURES.items() if name in structure)
+        yield from ((structure, name, f"{field}.{name}", is_value) for name, is_value in places)
 
 
 def _paths(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
@@ -107,11 +110,6 @@ class SpecFile:
         """An error about one field, for checks that need more than the spec itself."""
         return SpecError(self.line(field, message))
 
-    def check_folder(self, command: str, instead: str) -> None:
-        """Raise SpecError if the output is in a bucket. command: the one that needs a folder. instead: what to do."""
-        if self.spec.output.is_bucket:
-            raise self.error("output.path", f"batchinf {command} does not work with a bucket yet; {instead}")
-
 
 def with_task(file: SpecFile, task: str) -> SpecFile:
     """The spec with this task. Raises SpecError if the rest of the spec does not fit the task."""
@@ -120,6 +118,15 @@ def with_task(file: SpecFile, task: str) -> SpecFile:
     except ValidationError as error:
         raise _joined([_line(file.locations, *problem) for problem in explain(error)]) from None
     return replace(file, spec=spec)
+
+
+def retried_structures(file: SpecFile) -> SpecFile | None:
+    """The spec with the structured outputs of its section `retry`; None if that has none."""
+    spec = file.spec
+    if spec.retry is None or "sampling.structured_outputs" not in spec.retry.set:
+        return None
+    changes = {"sampling": spec.retry.sampling_of(spec.sampling), "retry": None}
+    return replace(file, spec=spec.model_copy(update=changes))
 
 
 SpecSource = str | os.PathLike[str] | Mapping[str, Any] | JobSpec
@@ -342,9 +349,9 @@ def _read_text(name: str) -> str:
             content = file.read(MAX_SPEC_BYTES + 1)
     except OSError as error:
         near = near_path(name) if isinstance(error, FileNotFoundError) else ""
-        raise SpecError(f"{name}: {reason(error)}; must be a job spec, such as jobs/quickstart.yaml{near}") from None
+        raise SpecError(f"{name}: {reason(error)}; must be a job spec, as `batchinf init` writes it{near}") from None
     if len(content) > MAX_SPEC_BYTES:
-        raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, such as jobs/quickstart.yaml")
+        raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, as `batchinf init` writes it")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

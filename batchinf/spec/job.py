@@ -31,6 +31,7 @@ from batchinf.spec.fields import (
 )
 from batchinf.spec.input import InputSpec
 from batchinf.spec.output import OutputSpec
+from batchinf.spec.retry import RetrySpec
 from batchinf.spec.sampling import SamplingSpec
 
 # `spec.file` expands environment variables and ~ in these fields.
@@ -55,8 +56,9 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
 
 # The number of today's rules by which files become rows, prompts and seeds. A change that gives a job other rows,
 # prompts or seeds raises it, and keeps the old rule for jobs that began with a lower number.
-RULES = 2
+RULES = 3
 FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
+RULES_OF_ATTEMPTS = 3  # the first by which the number of an attempt enters the seeds of rows that run again
 
 # The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
 WHOLE_STEPS = "batchinf_whole_steps"
@@ -278,6 +280,8 @@ class JobSpec(Section):
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Exit with code 3 above this share of error rows. If it is below 0.5, a job ends early if half of the first 1,000
     rows fail."""
+    retry: Annotated[RetrySpec | None, RUNTIME] = None
+    """Run rows again that failed or that SQL names, in the same run, when all rows are done."""
     price_per_gpu_hour: Annotated[float | None, Field(ge=0, le=10**9), RUNTIME] = None
     """Price of one GPU for an hour. With it, `plan`, `status` and `report` say what the job costs; the last two take
     the price with which the job began. Their `--price` wins."""
@@ -321,6 +325,8 @@ class JobSpec(Section):
                         "say where the reasoning ends", "sampling.thinking_token_budget")  # fmt: skip
         self._check_adapters()
         self._check_tools()
+        if self.retry is not None:
+            self.retry.check(self.sampling)
         if self.input.has_images:
             self._check_images()
         return self

@@ -1,12 +1,14 @@
 """The section `output` of a job spec: where the output is, and the columns and the types that are stored."""
 
 import hashlib
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from batchinf.base.bucket import Bucket
-from batchinf.base.paths import bucket_problem, elsewhere, is_bucket, user_cache
+from batchinf.base.paths import bucket_problem, elsewhere, is_bucket, shown_url, user_cache
+from batchinf.base.text import clip
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,
@@ -17,6 +19,7 @@ from batchinf.spec.fields import (
     Text,
     identity_or,
     on_this_host,
+    runtime_or,
     without,
     wrong,
 )
@@ -30,6 +33,30 @@ _COPY_OUTPUT = (
 
 def _place_problem(path: str) -> str | None:
     return bucket_problem(path) if is_bucket(path) else elsewhere(path, _COPY_OUTPUT)
+
+
+def _dataset_problem(name: str) -> str | None:
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+        return None
+    return f"got {clip(shown_url(name), 100)!r}; must be the name of a dataset on the hub, USER/NAME"
+
+
+def _split_problem(name: str) -> str | None:
+    # As `datasets` allows: the name begins the names of files.
+    return None if re.fullmatch(r"\w+(\.\w+)*", name) else f"got {name!r}; must be a name such as train"
+
+
+class PushSpec(Section):
+    """The dataset on the hub that gets the output rows when the job is done."""
+
+    repository: Annotated[Text, without(_dataset_problem), RUNTIME]
+    """Its name, USER/NAME. It must be new, or one that this job has pushed; a new one is private."""
+    split: Annotated[Text, without(_split_problem), RUNTIME] = "train"
+    """The split that holds the rows."""
+    public: Annotated[bool, RUNTIME] = False
+    """Push to a dataset that is public, too, and make a new one public."""
+    overwrite: Annotated[bool, RUNTIME] = False
+    """Replace the data and the card of a dataset that this job has not pushed."""
 
 
 class OutputSpec(Section):
@@ -59,6 +86,16 @@ class OutputSpec(Section):
     """Input columns to copy to the output. A mapping from input names to output names renames them."""
     max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
     """Refuse a job at its start if its estimated output is larger; default: 10**12 for task `logits`."""
+
+    push_to_hub: Annotated[PushSpec | None, runtime_or({"type": "string"})] = None
+    """Push the output rows to this dataset on the hub when the job is done with exit code 0. Text is its name. See
+    docs/how-to/rented-gpu.md."""
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _short_push(cls, value: Any) -> Any:
+        # `push_to_hub: name` is short for `push_to_hub: {repository: name}`.
+        return {"repository": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _has_bucket(self) -> Self:

@@ -64,10 +64,11 @@ def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run
     place = folder / "trial"
     shutil.rmtree(place, ignore_errors=True)
     num_rows = sample["input.limit"]
-    output = {"output.path": os.fspath(place).replace("$", "$$"), "output.work_dir": None, "max_error_rate": 1.0}
+    output = {"output.path": os.fspath(place).replace("$", "$$"), "output.work_dir": None}
+    whole = {**output, "max_error_rate": 1.0, "retry": None}
     began = time.monotonic()
     try:
-        summary = run({**sample, **settings, **output})
+        summary = run({**sample, **settings, **whole})
     except Interrupted:
         raise
     except BatchinfError as error:

@@ -99,9 +99,9 @@ def test_plan_and_auto_choose_alike(model: str, job: str, machines: tuple[str, .
         said: list[str] = []
         if plan.chosen is None:
             with pytest.raises(SpecError):
-                with_degrees(read_spec(path), Devices(int(number), gpu), said.append)
+                with_degrees(read_spec(path), backend=Devices(int(number), gpu), say=said.append)
             continue
-        file = with_degrees(read_spec(path), Devices(int(number), gpu), said.append)
+        file = with_degrees(read_spec(path), backend=Devices(int(number), gpu), say=said.append)
         degrees = plan.chosen.degrees
         assert file.spec.parallel.sizes == (degrees.tensor, degrees.pipeline), machine
         shape = shape_text(degrees, plan.chosen.data)

@@ -187,7 +187,7 @@ def test_a_stop_of_a_retry_says_what_is_kept_of_the_retry(tmp_path: pathlib.Path
     replaced = [shard for shard, part in jobs.state_of(tmp_path / "out").parts.items() if part.retry == 1]
     job = batchinf.status(tmp_path / "out").jobs[0]
     assert (len(replaced), job.num_journalled) == (num_parts, num_kept)
-    assert job.retry is not None and job.retry.num_parts_replaced == num_parts
+    assert job.retries[-1].num_parts_replaced == num_parts
     # The next run takes them from the journal. If it is stopped before its engine is up, it has kept the same.
     stop.set()
     with pytest.raises(batchinf.Interrupted):

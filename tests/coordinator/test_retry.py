@@ -112,7 +112,12 @@ def test_errors_are_retried_once_their_cause_is_gone(
         assert (stored.get(b"batchinf.retry") == b"1") == (shard in shards)
         if shard in shards:
             said = json.loads(stored[b"batchinf.retry.1"])
-            assert said == {"predicate": "errors", "set": {"sampling.min_tokens": 0}, "num_rows": retry.num_rows}
+            assert said == {
+                "predicate": "errors",
+                "set": {"sampling.min_tokens": 0},
+                "num_rows": retry.num_rows,
+                "attempt": 1,
+            }
     said = jobs.run("status", out).stdout
     assert f"retry 1 (errors, sampling.min_tokens 0): {len(shards)} of {len(shards)} parts replaced" in said
     assert not list((out / "staging").iterdir())

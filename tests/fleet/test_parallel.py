@@ -36,7 +36,7 @@ def spec_of(folder: pathlib.Path, shape: str | None = None, **sections: Any) -> 
 
 def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
-    file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), Devices(8, "h200"), said.append)
+    file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), backend=Devices(8, "h200"), say=said.append)
     assert file.spec.parallel.sizes == (2, 1)
     assert said == [
         "parallel: tensor 2 × data 4 on 8 GPUs: the fewest GPUs that hold the model, and no larger degree predicts "
@@ -47,25 +47,25 @@ def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
 
 def test_a_small_model_takes_one_device_each(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
-    assert with_degrees(spec_of(tmp_path), Devices(4, "h200"), said.append).spec.parallel.sizes == (1, 1)
+    assert with_degrees(spec_of(tmp_path), backend=Devices(4, "h200"), say=said.append).spec.parallel.sizes == (1, 1)
     assert said[0].startswith("parallel: tensor 1 × data 4 on 4 GPUs")
 
 
 def test_without_devices_auto_is_one(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
-    assert with_degrees(spec_of(tmp_path), Devices(0, "h200"), said.append).spec.parallel.sizes == (1, 1)
+    assert with_degrees(spec_of(tmp_path), backend=Devices(0, "h200"), say=said.append).spec.parallel.sizes == (1, 1)
     assert not said
 
 
 def test_what_the_spec_fixes_is_kept(tmp_path: pathlib.Path) -> None:
     fixed = spec_of(tmp_path, "llama-3.3-70b", parallel={"pipeline_parallel_size": 1, "data_parallel_size": 2})
-    assert with_degrees(fixed, Devices(8, "h200"), lambda line: None).spec.parallel.sizes[1] == 1
+    assert with_degrees(fixed, backend=Devices(8, "h200"), say=lambda line: None).spec.parallel.sizes[1] == 1
 
 
 def test_too_few_devices_are_one_line_with_the_place(tmp_path: pathlib.Path) -> None:
     file = spec_of(tmp_path, "llama-3.3-70b")
     with pytest.raises(SpecError, match=r"tensor_parallel_size: got auto, but weights of 131\.4 GiB .* needs 2:") as it:
-        with_degrees(file, Devices(1, "h200"), lambda line: None)
+        with_degrees(file, backend=Devices(1, "h200"), say=lambda line: None)
     assert "\n" not in str(it.value)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import jobs
-from batchinf.job.open import _with_backend, over_rows, prepare_job
+from batchinf.job.open import over_rows, prepare_job
+from batchinf.job.resolve import _with_backend
 from batchinf.model.memory import Fit, Needs
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec

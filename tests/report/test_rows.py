@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinf.report.rows import RowFigures, Share, _nice_bins, _Rows, _spread
+from batchinf.report import rows as report_rows
+from batchinf.report.rows import RowFigures, Share, _nice_bins, _Rows
 
 NUM_ROWS = 2000
 random = np.random.default_rng(0)
@@ -77,16 +78,41 @@ def test_numbers_of_the_model_and_not_of_the_input(figures: RowFigures) -> None:
 def test_logprobs_and_entropies(figures: RowFigures) -> None:
     logprobs, entropies = figures.tokens
     flat = np.concatenate([rows[:, 0] for rows in LOGPROBS])
-    assert sum(one.num for one in logprobs.bins) + logprobs.num_below == len(flat)
-    for one in logprobs.bins[:-1]:
+    assert logprobs.num_values == entropies.num_values == len(flat)
+    for one in logprobs.bins:
         assert one.num == np.count_nonzero((flat >= one.start) & (flat < one.stop))
+    assert dict(logprobs.quantiles)["median"] == pytest.approx(np.median(flat), abs=0.05)
     p = np.exp(np.concatenate([rows[:, :4] for rows in LOGPROBS]).astype(float))
     rest = 1 - p.sum(1)
     expected = -(p * np.log(p)).sum(1) - rest * np.log(rest)
     middle = entropies.bins[len(entropies.bins) // 2]
     inside = np.count_nonzero((expected >= middle.start) & (expected < middle.stop))
     assert middle.num == pytest.approx(inside, abs=2)
-    assert sum(one.num for one in entropies.bins) == len(flat)
+
+
+def test_tokens_without_alternatives_have_no_entropy(tmp_path: pathlib.Path) -> None:
+    columns = {
+        "row_index": pa.array([0, 1]),
+        "error_type": pa.nulls(2, pa.string()),
+        "choice_logprobs": pa.array([[[-1.0], [-2.0, float("-inf")]], None], pa.list_(pa.list_(pa.float32()))),
+        "top_logprobs": pa.array([[None, [], [-0.5, -1.0]], None], pa.list_(pa.list_(pa.float32()))),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "part-000000.parquet")
+    logprobs, entropies = figures_of([tmp_path / "part-000000.parquet"], []).tokens
+    assert (logprobs.num_values, logprobs.num_not_finite) == (3, 1)
+    p = np.exp([-0.5, -1.0])
+    rest = 1 - p.sum()
+    assert dict(entropies.quantiles)["most"] == pytest.approx(-(p * np.log(p)).sum() - rest * np.log(rest))
+    assert entropies.num_values == 1
+
+
+def test_the_last_bin_of_logprobs_ends_at_zero(tmp_path: pathlib.Path) -> None:
+    logprobs = [0.0] * 60 + [-1.0, -2.0, -3.9, -4.0]
+    columns = {"row_index": [0], "error_type": pa.nulls(1, pa.string()), "logprobs": [logprobs]}
+    pq.write_table(pa.table(columns), tmp_path / "part-000000.parquet")
+    [found] = figures_of([tmp_path / "part-000000.parquet"], []).tokens
+    assert (found.bins[0].start, found.bins[-1].stop, found.bins[-1].num) == (-4.0, 0.0, 60)
+    assert sum(one.num for one in found.bins) == found.num_values == 64
 
 
 def test_labels_reasons_and_errors(figures: RowFigures) -> None:
@@ -182,7 +208,12 @@ def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Pat
     journalled = pq.read_table(second).drop_columns(["id", "own"])
     found = figures_of([first], [journalled])
     assert found.num_rows == NUM_ROWS
-    assert found.tokens == figures.tokens
+    for one, other in zip(found.tokens, figures.tokens, strict=True):
+        assert (one.num_values, one.quantiles[0], one.quantiles[-1]) == (
+            other.num_values,
+            other.quantiles[0],
+            other.quantiles[-1],
+        )
     assert found.finish_reasons == figures.finish_reasons
     assert figures_of([], []).num_rows == 0
 
@@ -201,11 +232,18 @@ def test_bins_are_round_and_hold_both_ends() -> None:
         assert 1 <= num_bins <= 50
 
 
-def test_every_beginning_of_the_parts_is_from_all_over() -> None:
-    paths = [pathlib.Path(str(i)) for i in range(11)]
-    spread = _spread(paths)
-    assert sorted(map(int, map(str, spread))) == list(range(11))
-    assert {int(str(path)) // 6 for path in spread[:2]} == {0, 1}
+def test_of_many_numbers_one_part_in_a_few_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / f"part-{number:06}.parquet" for number in range(4)]
+    for number, path in enumerate(paths):
+        logprobs = pa.array([[-float(number)] * 3], pa.list_(pa.float16()))
+        error = pa.nulls(1, pa.string())
+        pq.write_table(pa.table({"row_index": [number], "error_type": error, "logprobs": logprobs}), path)
+    monkeypatch.setattr(report_rows, "_MOST_NUMBERS", 6)
+    journalled = [pq.read_table(paths[3])]
+    found = figures_of(paths[:3], journalled)
+    [logprobs] = found.tokens
+    assert (logprobs.num_values, logprobs.quantiles[0][1]) == (9, -3.0)  # of the first, the third and the journal
+    assert found.num_rows == 4 and "one part in 2" in found.notes[0]
 
 
 def test_quantiles_are_among_the_values(tmp_path: pathlib.Path) -> None:

@@ -100,6 +100,10 @@ def test_what_is_no_expression_about_a_row_is_one_clear_line(text: str, what: st
     assert ", ".join(SCHEMA.names) in message
 
 
+def test_rows_from_the_middle_of_a_table_with_structs() -> None:
+    assert Predicate("meta.a >= 2", SCHEMA).matches(TABLE.slice(1)).tolist() == [8]
+
+
 def test_a_column_may_have_the_name_of_the_clock() -> None:
     schema = pa.schema({"row_index": pa.int64(), "Current_Date": pa.string(), "random": pa.int64()})
     table = pa.table([[0, 1], ["a", "b"], [7, 8]], schema=schema)

@@ -130,3 +130,16 @@ def test_a_second_arrow_stream_in_a_file(tmp_path: pathlib.Path) -> None:
     begun = open_source(InputLocation(str(tmp_path / "two.arrow"), rules=1), tmp_path / "begun")
     assert begun.num_rows == 2
     assert open_source(InputLocation(str(tmp_path / "open.arrow")), tmp_path / "other").num_rows == 2
+
+
+def test_arrow_files_joined_into_one(tmp_path: pathlib.Path) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": ["x", "y"]}), max_chunksize=1)
+    file = sink.getvalue().to_pybytes()
+    (tmp_path / "two.arrow").write_bytes(file * 2)  # its last footer names the batches of the first half
+    (tmp_path / "one.arrow").write_bytes(file)
+    with pytest.raises(InputError, match=r"two\.arrow: several Arrow files follow each other in it; write one file"):
+        open_source(InputLocation(str(tmp_path / "two.arrow")), tmp_path / "cache")
+    assert open_source(InputLocation(str(tmp_path / "two.arrow"), rules=1), tmp_path / "begun").num_rows == 2
+    assert open_source(InputLocation(str(tmp_path / "one.arrow")), tmp_path / "other").num_rows == 2

@@ -364,7 +364,7 @@ def test_files_that_cannot_be_read(tmp_path):
         with pytest.raises(SpecError) as caught:
             read_spec(name)
         near = "; did you mean long.yaml?" if name == "none.yaml" else ""
-        assert str(caught.value) == f"{name}: {why}; must be a job spec, such as jobs/quickstart.yaml{near}"
+        assert str(caught.value) == f"{name}: {why}; must be a job spec, as `batchinf init` writes it{near}"
 
 
 @pytest.mark.parametrize("item", ["[{}]", "{{<<: [{}]}}"], ids=["lists", "merge keys"])

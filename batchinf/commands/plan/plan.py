@@ -18,7 +18,8 @@ from batchinf.fleet.parallel import given_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
-from batchinf.job.open import check_heads, location_of, naming_lines, with_length
+from batchinf.job.open import check_heads, location_of, naming_lines
+from batchinf.job.resolve import with_length
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
 from batchinf.model.model import Model, resolve
 from batchinf.planning.accuracy import accuracy_of

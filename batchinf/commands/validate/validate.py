@@ -5,12 +5,11 @@ Each check yields a finding, which is shown before a later check fails.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Literal
-
-import numpy as np
 
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
@@ -28,11 +27,11 @@ from batchinf.commands.validate.findings import (
     ValidateFinding,
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
-from batchinf.coordinator.start import with_known_degrees
+from batchinf.coordinator.retry import check_retry
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices
+from batchinf.fleet.parallel import check_devices, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
@@ -40,7 +39,8 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import naming_lines, open_input, prepare_job
-from batchinf.job.sample import hopeless, sample_rows
+from batchinf.job.resolve import with_known_numbers
+from batchinf.job.sample import hopeless, sampled_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
@@ -54,7 +54,7 @@ from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
-from batchinf.spec.file import SpecFile
+from batchinf.spec.file import SpecFile, retried_structures
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -86,11 +86,15 @@ def validate_job(
             yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
         num_chosen = len(job.rows) if chosen is None else chosen.num_rows
         check_size(job, None if state is not None else num_chosen)
+        yield from _warnings(check_retry(job, state))
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
         with StructuresCheck(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer) as structures:
             yield from (Remark("structure", text) for text in structures.lines())
+        if (retried := retried_structures(dataclasses.replace(job.file, spec=job.spec))) is not None:
+            with StructuresCheck(retried, job.model.tokenizer) as structures:
+                yield from (Remark("structure", f"{text} (retry.set)") for text in structures.lines())
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
         yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
@@ -115,9 +119,11 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
     new: NewRows = "leave" if is_done else "refuse"
     prepared = prepare_job(file, state, new)
     check_weights(prepared.model, prepared.spec.model.load_format)  # reading the rows may take minutes
-    if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, remarks.append, cache, progress=say_on_stderr)
-    prepared = with_known_degrees(prepared, _local(file.spec), remarks.append)
+    prepared = with_known_numbers(
+        prepared,
+        functools.partial(with_known_length, say=remarks.append, cache=cache, progress=say_on_stderr),
+        functools.partial(with_degrees, backend=_local(file.spec), say=remarks.append),
+    )
     job = open_input(prepared, cache)
     if is_done:
         try:
@@ -226,8 +232,7 @@ def _sample_findings(
     empty = EmptyValues(job.spec)
     structures = RowStructures(job.spec)
     with_images: list[Prompt] = []
-    for sampled in sample_rows(positions, seed):
-        rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
+    for rows in sampled_rows(job, positions, builder.columns, seed=seed):
         empty.add(rows)
         for prompt in images.looked_at(builder.build(rows, max_model_len(job))):
             structures.add(prompt)

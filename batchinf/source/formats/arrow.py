@@ -4,6 +4,7 @@ Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the
 (or of the input itself) and then the number of rows.
 """
 
+import contextlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from batchinf.source.types import MixedTypes, cast_column, plain_schema
 BATCH_ROWS = 1024  # of a spool
 BATCH_BYTES = 4 << 20
 MAPPED_BYTES = 16 << 20  # read from a map before its pages are released
+_MAGIC = b"ARROW1"
 _FAULT_BYTES = 64 << 10  # that Linux maps at the first touch of a page
 
 _BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
@@ -66,6 +68,8 @@ class Arrow(FileFormat):
                         f"{file.name}: more bytes follow the end of its Arrow stream; write one stream"
                     ) from None
                 return FileFindings(digest, num_rows, schema)
+            if not (self._takes_first_stream or _is_one_file(mapped)):
+                raise InputError(f"{file.name}: several Arrow files follow each other in it; write one file")
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch
@@ -85,6 +89,20 @@ class Arrow(FileFormat):
 
     def reader(self, source_file: SourceFile) -> Reader:
         return ArrowReader(source_file)
+
+
+def _is_one_file(mapped: pa.MemoryMappedFile) -> bool:
+    """Whether the stream within an Arrow file ends at its footer. The last footer of joined files names wrong rows."""
+    tail = len(_MAGIC) + 4  # which follow the footer: its length and the magic bytes
+    mapped.seek(mapped.size() - tail)
+    footer = mapped.size() - tail - int.from_bytes(mapped.read(4), "little")
+    mapped.seek(len(_MAGIC) + 2)
+    # Polars embeds no stream, and files of Arrow before 0.15 end theirs without a mark.
+    with contextlib.suppress(OSError):
+        for _ in pa.ipc.MessageReader.open_stream(mapped):
+            pass
+        return bool(mapped.tell() >= footer)
+    return True
 
 
 def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) -> bool:
