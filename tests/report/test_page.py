@@ -303,6 +303,7 @@ def test_bars_of_few_whole_numbers_stand_on_their_ticks() -> None:
     assert [*middles] == ["6", "7"]
 
 
+@pytest.mark.usefixtures("quick_replicas")
 def test_prompts_and_kept_columns_are_shown_from_any_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
