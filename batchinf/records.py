@@ -1,40 +1,25 @@
-"""The frozen dataclasses that cross package boundaries, and strict types that write, read and check their JSON."""
+"""What a row becomes on its way through a job: prompt, request, completion and result; and its lease and its part.
 
-import datetime
+Frozen data, which all packages share. The row itself is `source.rows.Row`.
+"""
+
 import operator
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field
 
 from batchinf.base.errors import RowError
+from batchinf.base.json_types import Count, Flag, JsonText, PositiveCount, SharedText
 from batchinf.spec.sampling import SamplingSpec
 
-Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
-PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
-Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # a second
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Flag = Annotated[bool, Field(strict=True)]
-# Lone surrogates are valid JSON, but UTF-8 cannot encode them. Pydantic checks for them only if a length is given.
-JsonText = Annotated[str, Field(strict=True, min_length=0)]
-# Interned: many records share few distinct texts.
-SharedText = Annotated[JsonText, AfterValidator(sys.intern)]
-
-
-def _is_time(text: str) -> str:
-    if datetime.datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("a time without its zone")
-    return text
-
-
-# In ISO format, with its zone.
-Time = Annotated[JsonText, AfterValidator(_is_time)]
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,134 +62,6 @@ class Reranking:
 
 
 @dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """What limited a run, by its telemetry."""
-
-    kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
-    """Memory for the cache, `max_num_seqs`, input and tokenizer, images, the engine's own work, or the devices."""
-    share: Share
-    """Of the time."""
-    reason: JsonText
-    """In words."""
-    change: JsonText
-    """A change to try."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaShare:
-    """What one replica did of a run."""
-
-    num_rows: Count
-    """Output rows that its engine answered."""
-    busy: Share
-    """Of `Speed.work_s`: the time in which its engine had requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast a run was. Rates are of all engines, while they worked."""
-
-    run_s: Seconds
-    """From its beginning to its end."""
-    work_s: Seconds
-    """From the first request to the last part."""
-    prompt_tokens_per_s: Rate
-    output_tokens_per_s: Rate
-    num_gpus: Count = 0
-    """0 on processors."""
-    cache_tokens: Count | None = None
-    """Of one engine; None if it does not say."""
-    bottleneck: Bottleneck | None = None
-    """None if the run was too short to say."""
-    replicas: tuple[ReplicaShare, ...] = ()
-    """By number; empty for a single one."""
-    late_s: Seconds = 0.0
-    """From the first engine that was up to the last one."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of prompts and outputs together."""
-        return self.prompt_tokens_per_s + self.output_tokens_per_s
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float | None:
-        """None on processors."""
-        return self.tokens_per_s / self.num_gpus if self.num_gpus else None
-
-
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Rows that were taken in together, with their own cuts. Later rows make a new extent, so earlier cuts never move.
-
-    The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
-    replicas end together. The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source.
-    """
-
-    start: Count
-    """The first place in the run order."""
-    num_rows: Count
-    rows_per_shard: PositiveCount
-    first_shard: Count
-    """Index of the first shard."""
-    first_row: Count
-    stop_row: Count
-    positions: JsonText | None = None
-    """Digest of the file with the chosen rows in run order; None if all were chosen and run by position."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Places `start` to `stop` (exclusive) of the run order: the rows of one part."""
-
-    index: Count
-    start: Count
-    stop: Count
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Lease(Shard):
-    """Rows of one shard that a replica is given: all of them, or consecutive places of them.
-
-    index: the shard's.
-    """
-
-    num_chosen: Count | None = None
-    """How many of these rows run in a retry; None if all run."""
-    is_whole: Flag = True
-    """Whether these are all rows of the shard: the replica then makes the part. Otherwise it journals their results."""
-    is_stored: Flag = False
-    """Whether the journal has the results of all rows, by replicas that ran parts of the shard."""
-    attempts: PositiveCount = 1
-    """The number of the try, from 1."""
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Its name in messages: shard, start and stop.
-
-        Without the stop, a late message about a lease that was given back could seem to be about the whole shard, which
-        the same replica was given meanwhile to make its part.
-        """
-        return self.index, self.start, self.stop
-
-    @property
-    def num_to_run(self) -> int:
-        """Rows that have to run, as far as is known without the journal."""
-        if self.is_stored:
-            return 0
-        return self.num_rows if self.num_chosen is None else self.num_chosen
-
-
-@dataclass(frozen=True, slots=True)
 class Tools:
     """The tools that the model may call in its answer to a row."""
 
@@ -216,31 +73,6 @@ class Tools:
     """With `named`: the tool's name."""
     are_parallel: bool = True
     """Whether an answer may have several calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool that the model made."""
-
-    id: str
-    name: str
-    arguments: str
-    """A JSON mapping as text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedAnswer:
-    """A text as a parser of tool calls splits it."""
-
-    reasoning: str | None
-    text: str | None
-    """Beside the calls."""
-    calls: tuple[ToolCall, ...]
-    """Their ids are empty, or made up by the parser, unless the model has written them."""
-    whole: str | None
-    """All that comes after the reasoning, with the calls."""
-    problem: str | None = None
-    """Why a call in the text could not be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,20 +129,6 @@ class Prompt:
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""
         return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """A prompt with images as an engine has made it ready."""
-
-    token_ids: list[int]
-    """With all tokens of an image in place of its placeholder."""
-    image_positions: IntArray
-    """See `Prompt.image_positions`."""
-    num_bytes: int
-    """Of the tensors."""
-    for_ids: Callable[[list[int]], Any]
-    """Makes `Request.rendered` for ids that begin with `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +225,16 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model made."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON mapping as text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
@@ -431,27 +259,49 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What a started engine reports. The manifest and each part's metadata store it."""
+class Shard:
+    """Places `start` to `stop` (exclusive) of the run order: the rows of one part."""
 
-    max_model_len: int
-    max_num_seqs: int
-    vocab_size: int
-    device: str
-    versions: dict[str, str]
-    settings: dict[str, Any] = field(default_factory=dict)
+    index: Count
+    start: Count
+    stop: Count
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The load of a running engine at one moment."""
+class Lease(Shard):
+    """Rows of one shard that a replica is given: all of them, or consecutive places of them.
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    index: the shard's.
+    """
+
+    num_chosen: Count | None = None
+    """How many of these rows run in a retry; None if all run."""
+    is_whole: Flag = True
+    """Whether these are all rows of the shard: the replica then makes the part. Otherwise it journals their results."""
+    is_stored: Flag = False
+    """Whether the journal has the results of all rows, by replicas that ran parts of the shard."""
+    attempts: PositiveCount = 1
+    """The number of the try, from 1."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Its name in messages: shard, start and stop.
+
+        Without the stop, a late message about a lease that was given back could seem to be about the whole shard, which
+        the same replica was given meanwhile to make its part.
+        """
+        return self.index, self.start, self.stop
+
+    @property
+    def num_to_run(self) -> int:
+        """Rows that have to run, as far as is known without the journal."""
+        if self.is_stored:
+            return 0
+        return self.num_rows if self.num_chosen is None else self.num_chosen
 
 
 # Counts that few jobs have are written only if they are not 0.
@@ -527,69 +377,3 @@ class Part(PartCounts):
     """Errors among these rows."""
     replaces: JsonText = field(default="", metadata=_NOT_WRITTEN)
     """The digest of the part from which a retry made it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputJob:
-    """A job whose output rows are the input of another one."""
-
-    path: JsonText
-    """Its output folder, as the spec names it."""
-    job_id: JsonText
-    """Of the first slice, if it has slices."""
-    fingerprint: JsonText
-    """Of its identity; of the first slice, if it has slices."""
-    num_rows: Count
-    """Output rows."""
-    num_parts: Count
-    epoch: Count
-    """The number of its last log; the sum over all slices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """The file from which a retry takes rows in place of those of the input (`--input`)."""
-
-    path: JsonText
-    """As the user gave it."""
-    name: JsonText
-    """Of the copy in the job's folder."""
-    content: JsonText
-    """xxh3-128 of the name and the bytes, which names the folder of the copy."""
-    fingerprint: JsonText
-    """Of its rows."""
-    num_rows: Count
-    """Rows that are taken from it."""
-    rows: JsonText
-    """Digest of the file with the positions of these rows in the input."""
-    places: JsonText
-    """Digest of the file with their positions in the copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedReplica:
-    """An incarnation of a replica that has started."""
-
-    replica: Count
-    incarnation: JsonText
-    backend: JsonText
-    identity: dict[JsonText, Any]
-    """JSON values by which the backend finds it again, such as a process group. Only that backend reads them."""
-    devices: tuple[JsonText, ...] = ()
-    """Its GPUs, by the names that the user sees; empty on a processor."""
-    num_devices: Seconds = 1.0
-    """Devices for the accounting of device time."""
-    started_at: Seconds | None = None
-    """In seconds since 1970; None if it is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class RayGroup:
-    """A placement group of Ray whose bundles hold one engine on several hosts, one device each."""
-
-    address: str
-    """Of the cluster."""
-    group_id: str
-    """In hexadecimal digits."""
-    bundles: tuple[dict[str, float], ...]
-    """What each asks for, by Ray's names."""

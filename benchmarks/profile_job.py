@@ -55,7 +55,7 @@ RULES = [
         ("feeder: rest", r"feeder\.py"),
         ("writer: waiting", r"writer\.py.*(wait|acquire) \([^;]*threading\.py[^;]*$"),
         ("writer: decoding", r"writer\.py.*decode \([^;]*replica/answers\.py"),
-        ("writer: journal", r"writer\.py.*tick \("),
+        ("writer: journal", r"writer\.py.*checkpoint \("),
         ("closer: parts", r"_close \([^;]*writer\.py"),
         ("writer: encoding and the rest", r"writer\.py"),
         ("waiting", r"(wait|poll|select|get|accept|acquire|recv|_worker|sleep|receive) \([^;]*$"),

@@ -41,7 +41,7 @@ from rounds import Step, estimate, steps_of
 from shapes import make_adapter, make_model, make_prompts, make_text
 from workloads import WORKLOADS, Workload
 
-from batchinf.fleet.engine_defaults import chosen_arguments
+from batchinf.fleet.engine_defaults import chosen_arguments, values
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.local.devices import visible_devices
 from batchinf.fleet.local.environment import engine_environment
@@ -330,7 +330,7 @@ def chosen_engine(path: pathlib.Path) -> dict[str, Any]:
     devices = backend.devices()
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     fit = fit_of(resolve(spec.model), spec, device_bytes, title, limits_of=task.default_batch_limits)
-    return dict(chosen_arguments(spec, fit, task, 1, shared_share=functools.partial(shared_share, file)).engine)
+    return values(chosen_arguments(spec, fit, task, 1, shared_share=functools.partial(shared_share, file)))
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------

@@ -34,12 +34,14 @@ from batchinf.base.stop_signals import interruptible
 from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.backend import DeviceWatch, Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
+from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.names import staging_name
-from batchinf.records import EngineInfo, EngineStats, Lease, Part, StartedReplica
+from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Assign,
     Command,
@@ -225,7 +227,7 @@ class Replicas:
             lease, _ = replica.open.popleft()
             num_rows = 0 if lease.is_stored else lease.num_rows
             part = self._part(replica, lease) if lease.is_whole else None
-            replica.channel.send(LeaseDone(lease.key, num_rows, part=part))
+            replica.channel.send(LeaseDone(lease, num_rows, part=part))
         while replica.leases and replica.given - replica.finished < WINDOW:
             lease = replica.leases.popleft()
             replica.given += 0 if lease.is_stored else lease.num_rows
@@ -281,7 +283,7 @@ class SimulatedHandle:
     incarnation: str
     channel: Channel
     selector: selectors.BaseSelector
-    identity: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
     has_own_cache: bool = False
     started: float = field(default_factory=time.monotonic)
 

@@ -26,14 +26,15 @@ from typing import Any
 import numpy as np
 from workloads import log_normal_lengths
 
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
-from batchinf.records import EngineInfo, EngineStats, Extent, Lease
+from batchinf.records import Lease
 from batchinf.replica.messages import Event, Key, LeaseBegun, LeaseDone, Progress, Ready
 from batchinf.replica.worker import window
 from batchinf.schedule.leases import PendingRows
-from batchinf.schedule.shards import choose_rows_per_shard, total_shards
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, total_shards
 
 ROWS = (1, 3, 8, 100, 300, 1_000, 4_000, 20_000, 1_000_000)
 REPLICAS = (1, 2, 4, 8, 64)
@@ -205,7 +206,7 @@ class Replica:
         # Rows finish in another order. A lease counts as stored once so many rows are finished.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
-            self.hear(LeaseDone(lease.key, lease.num_rows))
+            self.hear(LeaseDone(lease, lease.num_rows))
             if not lease.is_whole:
                 assignment.note_stored(lease)
         engine = self.engine

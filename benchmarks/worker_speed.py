@@ -26,12 +26,12 @@ from batchinf.coordinator.run import FOLDERS
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Extent, Lease, Part, Request
+from batchinf.records import Completion, Lease, Part, Request
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, LeaseDone
 from batchinf.replica.pipeline import Pipeline
 from batchinf.replica.worker import Worker
-from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from batchinf.records import Extent
-from batchinf.schedule.shards import total_shards
+from batchinf.schedule.shards import Extent, total_shards
 
 
 def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:

@@ -39,8 +39,9 @@ _MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transform
 _VLLM = "batchinf.engines.vllm"
 _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
     vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
-# Only `batchinf verify` imports these, with PyTorch: a fork of a process that has it takes twice as long.
-_REFERENCE = ".reference"
+# Only `batchinf verify` imports these, with PyTorch: a fork of a process that has it takes twice as long, so the server
+# without vLLM leaves them out.
+_WITH_PYTORCH = ("batchinf.commands.reference", "batchinf.commands.verify")
 # Python or libraries read these when they start. A process cannot be forked if one of them differs.
 READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 # Read when needed: the tests set the first for batchinf's own cache, and the hub's library reads its token for each
@@ -380,8 +381,9 @@ def main() -> None:
     address, vllm, _ = sys.argv[1:]
     own = [name for _, name, _ in pkgutil.walk_packages(importlib.import_module("batchinf").__path__, "batchinf.")]
     for name in own + _MODULES + _VLLM_MODULES * bool(vllm):
-        if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)) and not name.endswith(_REFERENCE):
+        if name != "batchinf.__main__" and (vllm or not name.startswith((_VLLM, *_WITH_PYTORCH))):
             importlib.import_module(name)
+    assert vllm or "torch" not in sys.modules
     if vllm:
         # On CPUs vLLM spawns the processes of its engine, which then import it again. On GPUs it forks them, too.
         contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]

@@ -55,7 +55,17 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import Chosen, Condemned, EndedReplica, Lost, Lowered, Platform, Suspects, record_line
+from batchinf.manifest.lines import (
+    Chosen,
+    Condemned,
+    EndedReplica,
+    Lost,
+    Lowered,
+    Platform,
+    StartedReplica,
+    Suspects,
+    record_line,
+)
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name
@@ -66,7 +76,7 @@ from batchinf.output.journal import Journal, list_shards
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import stated_part
 from batchinf.prompts.renderer import Renderer
-from batchinf.records import Lease, StartedReplica
+from batchinf.records import Lease
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
@@ -723,7 +733,7 @@ def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> bool:
 
 
 def _channel_base(folder: pathlib.Path) -> list[Any]:
-    from batchinf.records import EngineStats
+    from batchinf.engines.protocol import EngineStats
 
     messages = [
         Assign((Lease(0, 0, 4, attempts=2), Lease(1, 4, 9)), ((3, "it kills"),)),

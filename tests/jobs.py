@@ -150,7 +150,8 @@ def start(
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
     if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if not is_refused and _is_of_vllm(*arguments) else fork_server()
-        process = fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        server = replicas if arguments[:1] == ("verify",) else fork_server()  # `verify` imports PyTorch
+        process = server.start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     else:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     started.append(process)
@@ -164,10 +165,10 @@ def inherited() -> dict[str, str]:
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
-    """Whether a command runs a job on real vLLM, and vLLM is installed."""
+    """Whether a command runs a job on real vLLM or asks a process that imports PyTorch, and vLLM is installed."""
     if importlib.util.find_spec("vllm") is None or path == "--help":
         return False
-    if command == "run-batch":
+    if command in ("plan", "run-batch", "verify"):
         return True
     if command != "run" or not pathlib.Path(path).is_file():
         return False

@@ -60,7 +60,7 @@ def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores
         folder = tmp_path / node
         (folder / "home").mkdir(parents=True)
         spec = {"output": {"path": url, "rows_per_shard": 6}, "scripted": {"step_s": 0.005}}
-        jobs.spec_of(folder, **spec)
+        jobs.spec_of(folder, **spec, parallel={"data_parallel_size": 1})
         own = {
             **jobs.quick_start(),
             **store.environment,

@@ -23,11 +23,11 @@ import jobs
 from batchinf.base.errors import InputError, ModelError, RowError, SpecError
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.environment import engine_environment
-from batchinf.fleet.local.process_group import GroupIdentity
+from batchinf.fleet.local.process_group import StoredGroup
+from batchinf.manifest.lines import StartedReplica
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.renderer import Renderer
-from batchinf.records import StartedReplica
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import dump_spec, read_spec
@@ -525,7 +525,7 @@ def test_process_groups_that_were_never_replicas_are_not_ended(pgid: Any, monkey
     monkeypatch.setattr(psutil.Process, "kill", signals.append)
     # A live group with its leader. The tests' own group may have lost its leader, and so its start time.
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    own = GroupIdentity.of(sleeper.pid).model_dump()
+    own = StoredGroup.of(sleeper.pid).model_dump()
     named = [{**own, "pgid": pgid}, {**own, "boot_id": "another"}, {**own, "host": "another"}, {"pgid": pgid}, {}]
     named.append({**own, "pid_start_time": own["pid_start_time"] + 1})
     leftovers = [StartedReplica(0, "000001.0001", "local", identity) for identity in named]

@@ -28,9 +28,9 @@ from batchinf.manifest.versions import check_current, check_version, spec_text, 
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.parts import stated_part
 from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, is_newer, job_of, other_owner
-from batchinf.records import Extent, Part
+from batchinf.records import Part
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
-from batchinf.schedule.shards import shard_at, total_rows, total_shards
+from batchinf.schedule.shards import Extent, shard_at, total_rows, total_shards
 from batchinf.tasks.registry import task_of
 
 _PARTS_TO_ASK = 100
@@ -387,8 +387,9 @@ class FilesCheck:
                 yield self.unnamed(shard)
                 continue
             moved_to = self.move_aside(name) if self.is_repair else None
-            # A run notices a plain flaw, and makes the part again.
-            yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
+            # Without a repair, a run makes the part again if it notices the flaw.
+            needs_repair = not flaw.is_seen_by_run
+            yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=needs_repair, shard=shard)
 
     def flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:
         """The flaws of these shards' parts."""
@@ -487,7 +488,7 @@ def check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
     journal = Journal(folder, "check", state.header.columns.journal_schema)
     for shard in list_shards(folder):
         if shard not in state.parts:
-            for name in journal.recover(shard).damaged:
+            for name in journal.recover(shard)[1]:
                 yield CheckFinding("journal_damaged", f"journal/{name}", shard=shard)
 
 

@@ -139,7 +139,7 @@ class _BucketCheck(FilesCheck):
         finally:
             path.unlink(missing_ok=True)
         # A run compares only sizes.
-        return None if flaw is None else dataclasses.replace(flaw, is_plain=size_flaw is not None)
+        return None if flaw is None else dataclasses.replace(flaw, is_seen_by_run=size_flaw is not None)
 
     def is_newer(self, shard: int) -> bool:
         return False  # see `flaw`
@@ -153,4 +153,4 @@ class _BucketCheck(FilesCheck):
         if size == expected:
             return None
         what = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
-        return Flaw(what, is_plain=True)
+        return Flaw(what, is_seen_by_run=True)

@@ -26,6 +26,7 @@ from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import error_rows
 from batchinf.output.journal import Journal
+from batchinf.output.parts import output_rows
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
@@ -168,10 +169,10 @@ class _Journalled:
         results = (error_rows(results) if only_errors else results).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._carried:
-            return self._recorded.output_rows(self._task, None, results)
+            return output_rows(self._recorded, self._task, None, results)
         columns = [self._source.read_fields(index, index + 1, self._carried, {}) for index in indices]
         empty = self._source.read_fields(0, 0, self._carried)
-        return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)
+        return output_rows(self._recorded, self._task, pa.concat_tables(columns or [empty]), results)
 
 
 def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table | str]:

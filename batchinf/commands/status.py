@@ -19,7 +19,7 @@ from batchinf.coordinator.display import status_line
 from batchinf.coordinator.ending import MOST_RETRIES, mended_text
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.manifest.lines import Retry
+from batchinf.manifest.lines import InputJob, Retry, Speed, StartedReplica
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
@@ -27,7 +27,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import num_results
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.records import InputJob, PartCounts, Speed, StartedReplica
+from batchinf.records import PartCounts
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.cache import COPY_ROLES
 from batchinf.tasks.registry import TASKS, task_of

@@ -13,6 +13,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
+from batchinf.fleet.engine_defaults import lines_of
 from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
@@ -22,14 +23,13 @@ from batchinf.job.job import Job, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import gone
-from batchinf.manifest.lines import Chosen, Header
+from batchinf.manifest.lines import Chosen, Header, InputJob
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, spec_text
 from batchinf.output import journal
-from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
-from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec
@@ -45,7 +45,7 @@ def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, 
     # Segments without a manifest belong to no job.
     journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
     header, extent = new_header(job, len(launcher.slots), choice, job_id)
-    notes = "".join(f"# {line}\n" for line in launcher.chosen.lines())
+    notes = "".join(f"# {line}\n" for line in lines_of(launcher.settings.chosen))
     job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
     manifest.record(header)

@@ -30,19 +30,18 @@ from batchinf.coordinator.row_count import RowCount
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
-from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
+from batchinf.fleet.replica import Action, FleetReplica, LeasesGivenBack
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
-from batchinf.fleet.speed import StartedEngine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import Lowered, Platform, Retry
 from batchinf.manifest.names import staged_file
-from batchinf.manifest.state import Committed, State
+from batchinf.manifest.state import State
 from batchinf.output.journal import drop, num_results
 from batchinf.output.replace import check_replaced, rows_of_other_images
 from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlacement, Ready, Stop, Stopped, Tried
+from batchinf.replica.messages import DISK_ERROR, LeaseBegun, LeaseDone, NoPlacement, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
 
@@ -80,10 +79,7 @@ class Coordinator:
     pending: PendingRows
     quarantine: Quarantine
     telemetry: Telemetry
-    num_inputs: int
-    """Input rows of the whole job, or of the retry."""
-    committed: Committed
-    """The shards with a part so far."""
+    count: RowCount
     num_chosen: npt.NDArray[np.int64] | None = None
     """The input rows of each shard that run in a retry; None: all."""
     retry: Retry | None = None
@@ -106,8 +102,7 @@ class Coordinator:
             begins_together=self.begins_together,
         )
         self._num_shards = total_shards(self.state.extents)
-        self._num_shards_before = self.committed.num_shards
-        self.count = RowCount(self.job.task, self.num_inputs, self.committed, self.fleet.replicas)
+        self._num_shards_before = self.count.num_committed_shards
         self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
@@ -184,7 +179,7 @@ class Coordinator:
         """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
         waiting = {} if self._mirror is None else dict(self._mirror.waiting)
         num_kept = num_results(self.job.folder, {**state.parts, **waiting})
-        num_in_parts = self.committed.num_rows + sum(part.num_rows - part.num_kept for part in waiting.values())
+        num_in_parts = self.count.num_committed_rows + sum(part.num_rows - part.num_kept for part in waiting.values())
         # Some finished rows that are in no part may not be in the journal.
         num_kept_rows = min(self.count.num_in_journal, num_kept) if self.job.task.joins_requests else num_kept
         num_rows = max(self.count.num_rows, num_in_parts + num_kept_rows)
@@ -193,7 +188,8 @@ class Coordinator:
         parts = counted(len({**state.parts, **waiting}), "part")
         if self.retry is not None:
             of_retry = f" that retry {self.retry.number} has to run"
-            parts = counted(self.committed.num_shards - self._num_shards_before + len(waiting), "replaced part")
+            num_replaced = self.count.num_committed_shards - self._num_shards_before + len(waiting)
+            parts = counted(num_replaced, "replaced part")
         yield (
             f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows{of_retry}: "
             f"{num_in_parts:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
@@ -209,7 +205,7 @@ class Coordinator:
 
     @property
     def _is_finished(self) -> bool:
-        return self.count.committed.num_shards == self._num_shards
+        return self.count.num_committed_shards == self._num_shards
 
     def _end_now(self) -> None:
         self._note_ended(self.fleet.kill())
@@ -227,12 +223,12 @@ class Coordinator:
             start_due(self.fleet, self._manifest)
         time.sleep(_GATHER_S * len(self.fleet.replicas))
         actions = self.fleet.poll(_POLL_S)
-        closed = self._act(actions)
+        made = self._act(actions)
         self._identity.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
             self._assign({replica.number: replica for replica, _ in actions}.values())
-        self._commit_parts(closed)
+        self._commit_parts(made)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
             return
@@ -272,20 +268,20 @@ class Coordinator:
     def _state(self) -> str:
         return "running" if any(replica.is_running for replica in self.fleet.replicas) else "starting"
 
-    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> list[LeaseFinished]:
-        """Do what follows from messages of replicas, but the commit of their parts. Returns the leases with a part."""
-        closed: list[LeaseFinished] = []
+    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> list[Part]:
+        """Do what follows from messages of replicas, but the commit of their parts. Returns these."""
+        made: list[Part] = []
         ready: list[tuple[FleetReplica, Ready]] = []
         without_placement: list[tuple[FleetReplica, NoPlacement]] = []
         stopped: list[FleetReplica] = []
         for replica, action in actions:
             match action:
-                case LeaseFinished(part=None):
+                case LeaseDone(lease, part=None):
                     self.count.add_lease(action)
-                    self._assignment.note_stored(action.lease)
-                case LeaseFinished():
+                    self._assignment.note_stored(lease)
+                case LeaseDone(part=Part() as part):
                     self.count.add_lease(action)
-                    closed.append(action)
+                    made.append(part)
                 case LeasesGivenBack(leases):
                     self._assignment.take_back(leases)
                 case LeaseBegun():
@@ -302,7 +298,7 @@ class Coordinator:
         self._say_ready(ready)
         self._say_without_placement(without_placement)
         self._take_last_figures(stopped)
-        return closed
+        return made
 
     def _take_last_figures(self, stopped: Sequence[FleetReplica]) -> None:
         """Sample the figures of these replicas once more; a short job has no others."""
@@ -310,9 +306,9 @@ class Coordinator:
             self._sample()
             self._look_at_rates()
 
-    def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
-        if closed or (self._mirror is not None and self._mirror.has_news):
-            self._commit(closed)
+    def _commit_parts(self, made: Sequence[Part]) -> None:
+        if made or (self._mirror is not None and self._mirror.has_news):
+            self._commit(made)
 
     def _note_begun(self, event: LeaseBegun) -> None:
         shard = event.lease[0]
@@ -333,23 +329,22 @@ class Coordinator:
             self._manifest.event("journal_damaged", shard=shard, segment=name, moved_to=moved_to)
             self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
-    def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
+    def _commit(self, made: Sequence[Part] = ()) -> None:
+        """Commit these parts; for a bucket, those that have been uploaded, of these and of earlier ones."""
         folder = self.job.folder
-        parts = [(finished, finished.part) for finished in closed if finished.part is not None]
-        for _, part in parts:
+        for part in made:
             if part.retry:
                 check_replaced(folder, part, self.state.parts[part.shard])
-        self._say_other_images([part for _, part in parts])
-        if self._mirror is not None:
-            parts = self._mirror.exchange(parts)
-        for finished, part in parts:
-            self._manifest.part(part, finished.replica, finished.incarnation)
+        self._say_other_images(made)
+        parts = [(part, part) for part in made] if self._mirror is None else self._mirror.exchange(made)
+        for own, part in parts:
+            self._manifest.part(part, own.replica, own.incarnation)
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.quarantine.forget(part.shard)
         if parts and self._is_finished:
             self.epoch.times.ended_at.append(time.monotonic())
             self._manifest.event("all_committed")
-        if parts or not closed or self._mirror is None:  # parts that are being uploaded are committed later
+        if parts or not made or self._mirror is None:  # parts that are being uploaded are committed later
             self._manifest.commit()
         if self._mirror is None:
             publish([part for _, part in parts], folder, self._lock.check)
@@ -357,8 +352,8 @@ class Coordinator:
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
         if self._mirror is not None:
             self._mirror.note_committed([part for _, part in parts])
-            for finished, part in parts:
-                folder.delete(staged_file(finished.part or part))
+            for own, _ in parts:
+                folder.delete(staged_file(own))
 
     def _say_other_images(self, parts: Sequence[Part]) -> None:
         """Name the rows of a retry whose earlier results were of other images. Call it while both parts are there."""
@@ -379,7 +374,7 @@ class Coordinator:
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
         engine = event.engine
-        platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.replicas.launcher.epoch)
+        platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.launcher.epoch)
         if (warning := self._platforms.admit(replica.number, platform)) is not None:
             self._display.say(warning)
         self._manifest.record(platform)
@@ -392,7 +387,7 @@ class Coordinator:
             versions=engine.versions,
             settings=engine.settings,
         )
-        self.epoch.times.engines[replica.number] = StartedEngine.of(engine)
+        self.epoch.times.engines[replica.number] = engine
         self.epoch.times.ready_at.append(time.monotonic())
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.
@@ -442,7 +437,7 @@ class Coordinator:
         for finished in end.finished:
             self.count.add_lease(finished)
         if end.finished:
-            self._commit(end.finished)
+            self._commit([finished.part for finished in end.finished if finished.part is not None])
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
             if self._identity.is_open:
@@ -566,7 +561,7 @@ class Coordinator:
             num_errors=count.num_errors,
             errors=count.errors,
             num_shards=self._num_shards,
-            num_shards_done=count.committed.num_shards,
+            num_shards_done=count.num_committed_shards,
             num_prompt_tokens=totals.num_prompt_tokens,
             num_output_tokens=totals.num_output_tokens,
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),

@@ -19,14 +19,13 @@ from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job
 from batchinf.manifest.events import EventLine, read_events
-from batchinf.manifest.lines import Chosen
+from batchinf.manifest.lines import Chosen, Speed
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.counts import error_rows
 from batchinf.output.remarks import remarks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.records import Speed
 from batchinf.results import Results
 from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile

@@ -7,7 +7,8 @@ from typing import Any
 from batchinf.coordinator.content_gate import ContentGate
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.repair import RepairFile
-from batchinf.fleet.launcher import Replicas
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.speed import EngineTimes
 from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
@@ -25,8 +26,9 @@ class Epoch:
     state: State
     lock: JobLock
     manifest: Manifest
-    replicas: Replicas
-    """They know their work. None runs if all shards are committed."""
+    launcher: Launcher
+    fleet: Fleet
+    """Knows its work. No replica runs if all shards are committed."""
     content_gate: ContentGate
     """Lets replicas store results."""
     times: EngineTimes

@@ -28,11 +28,11 @@ from batchinf.job.job import PreparedJob
 from batchinf.job.open import open_input
 from batchinf.job.resolve import with_known_degrees
 from batchinf.job.sample import refuse_hopeless
+from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import StartedReplica
 from batchinf.spec.file import SpecFile, retried_structures
 
 # A folder with one of these holds a job or its remains.
@@ -124,7 +124,7 @@ def _check_all(
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
     prepared = with_known_degrees(prepared, functools.partial(with_degrees, backend=backend, say=display.say))
-    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
+    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say, by_rows=False)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN), display.say)
     with contextlib.closing(job.source):

@@ -12,7 +12,7 @@ from batchinf.base.storage import Folder, file_digest
 from batchinf.coordinator.publishing import publish
 from batchinf.fleet.status import JobStatus
 from batchinf.job.job import Job
-from batchinf.manifest.lines import EndedReplica, Lost
+from batchinf.manifest.lines import EndedReplica, Lost, StartedReplica
 from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, staged_file
@@ -22,7 +22,7 @@ from batchinf.output.mirror import Mirror
 from batchinf.output.parts import stated_part
 from batchinf.output.proof import changed_parts, is_newer, job_of
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import Part, StartedReplica
+from batchinf.records import Part
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.repairs import REPAIRS_FOLDER, scan_folder

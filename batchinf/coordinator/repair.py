@@ -17,10 +17,11 @@ from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.job.repaired import repaired
 from batchinf.job.scratch import ScratchDatabase, scratch_database
+from batchinf.manifest.lines import Repair
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.prompts.renderer import check_columns
-from batchinf.records import Int64Array, Repair
+from batchinf.records import Int64Array
 from batchinf.schedule.positions import REPAIR_FOLDERS, Positions, RowBits, write_positions
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset

@@ -43,6 +43,7 @@ from batchinf.coordinator.retry import (
     retry_overrides,
     retry_predicate,
 )
+from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -57,7 +58,7 @@ from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import check_removed, naming_lines, prepare_run
 from batchinf.manifest.lines import Done
 from batchinf.manifest.lock import JobLock, await_free
-from batchinf.manifest.state import Committed, State, last_epoch, read_state
+from batchinf.manifest.state import State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
 from batchinf.model.content import Contents
 from batchinf.output.mirror import Mirror
@@ -270,7 +271,7 @@ def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, dis
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
     if not epoch.state.committed.all():
-        _run_shards(epoch, epoch.job, epoch.state, epoch.replicas.fleet, begins_together=begins_together)
+        _run_shards(epoch, epoch.job, epoch.state, epoch.fleet, begins_together=begins_together)
     _run_retries(epoch)
     state = committed_state(epoch.job.folder)
     speed = measured_speed(epoch.job.folder, state, epoch.times, time.monotonic() - began)
@@ -288,20 +289,28 @@ def _run_shards(
     begins_together: bool = False,
 ) -> None:
     """Run all shards that are not committed, or the rest of a retry. fleet: knows its work."""
-    launcher = epoch.replicas.launcher
+    launcher = epoch.launcher
     order = RunOrder(job.folder, state.extents)
     num_chosen = chosen_of = None
     if unfinished is None:
-        num_input_rows = total_rows(state.extents)
         is_done = state.committed
-        counts = state.counts
-        committed = Committed(int(is_done.sum()), counts.num_rows, counts.num_errors, state.num_inputs_committed)
+        count = RowCount(
+            task=job.task,
+            replicas=fleet.replicas,
+            num_inputs=total_rows(state.extents),
+            num_committed_shards=int(is_done.sum()),
+            num_committed_rows=state.counts.num_rows,
+            num_committed_errors=state.counts.num_errors,
+            num_committed_inputs=state.num_inputs_committed,
+        )
     else:
         num_chosen = unfinished.num_chosen
         chosen_of = functools.partial(chosen_in_order, order, unfinished.chosen)
-        num_input_rows = int(num_chosen.sum())
         is_done = num_chosen == 0
-        committed = Committed(int(is_done.sum()), 0, 0, 0)
+        num_left = int(num_chosen.sum())
+        count = RowCount(
+            task=job.task, replicas=fleet.replicas, num_inputs=num_left, num_committed_shards=int(is_done.sum())
+        )
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
     quarantine = Quarantine(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(quarantine.leases.values())
@@ -314,8 +323,7 @@ def _run_shards(
         pending=pending,
         quarantine=quarantine,
         telemetry=telemetry,
-        num_inputs=num_input_rows,
-        committed=committed,
+        count=count,
         num_chosen=num_chosen,
         retry=None if unfinished is None else unfinished.retry,
         begins_together=begins_together,
@@ -403,7 +411,7 @@ def _finish_retries(epoch: Epoch, state: State) -> State:
         if epoch.stops:
             raise Interrupted(f"stopped on {epoch.stops[0]}")
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
-        fleet = epoch.replicas.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
+        fleet = epoch.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
         fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
         fleet.give_work(work_of(unfinished.job, state, retry))
         try:

@@ -10,11 +10,13 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from batchinf.base import faults
+from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.coordinator.begin import begin_job, check_extended, extend_job
@@ -27,7 +29,7 @@ from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, Replicas, work_of
+from batchinf.fleet.launcher import Launcher, end_all, ending, start_due, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
@@ -41,7 +43,7 @@ from batchinf.job.model_len import with_known_length
 from batchinf.job.open import naming_lines, open_input
 from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
-from batchinf.manifest.lines import Recovered
+from batchinf.manifest.lines import Recovered, StartedReplica
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -55,7 +57,7 @@ from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Int64Array, Prompt, StartedReplica
+from batchinf.records import Int64Array, Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
 from batchinf.spec.file import retried_structures
@@ -98,7 +100,8 @@ def start(
     backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with naming_lines(prepared.file):
-        replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say)
+    fleet = launcher.fleet(job_id)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
     new_id = job_id if prepared.state is None else None
@@ -106,16 +109,21 @@ def start(
     if mirror is not None:
         mirror.start()
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
-    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended(manifest):
+    with contextlib.closing(manifest), contextlib.ExitStack() as opened, ending(fleet, manifest):
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None and (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
             display.say(note)
         checks = [opened.enter_context(check) for check in _structures_checks(prepared)]
-        _start_replicas(prepared, replicas, manifest, display.say)
+        _start_replicas(prepared, fleet, manifest, display.say)
         job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
-        replicas.match(job.task, manifest)
+        if launcher.task.spec.input.format != job.spec.input.format:
+            # Only later rows show that the input is a batch file. Its engines have other arguments.
+            end_all(fleet, manifest)
+            launcher = replace(launcher, task=job.task)
+            fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
+            opened.enter_context(ending(fleet, manifest))
         state = prepared.state
         for line in check_retry(job, state):
             display.say(line)
@@ -123,25 +131,36 @@ def start(
         # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
         make_builder = functools.cache(job.prompt_builder)
         choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
-        state = _begun(prepared, job, checks, choice=choice, manifest=manifest, replicas=replicas, display=display)
+        state = _begun(
+            prepared,
+            job,
+            checks,
+            choice=choice,
+            manifest=manifest,
+            launcher=launcher,
+            fleet=fleet,
+            job_id=job_id,
+            display=display,
+        )
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         gate = ContentGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
-        gate.look(replicas.fleet)
+        gate.look(fleet)
         manifest.commit()  # after the look, which may have made one commit of all
         faults.point("start.recovered")
-        for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
+        for line in _job_lines(job, state, launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
-            replicas.end(manifest)  # the recovery took all parts in that were missing
+            end_all(fleet, manifest)  # the recovery took all parts in that were missing
         else:
-            _give_work(job, state, replicas, manifest, choice=choice, make_builder=make_builder, say=display.say)
+            _give_work(job, state, fleet, choice=choice, make_builder=make_builder, say=display.say)
         make_builder.cache_clear()
         yield Epoch(
             job=job,
             state=state,
             lock=lock,
             manifest=manifest,
-            replicas=replicas,
+            launcher=launcher,
+            fleet=fleet,
             content_gate=gate,
             times=EngineTimes(),
             display=display,
@@ -173,12 +192,13 @@ def _structures_checks(prepared: PreparedJob) -> Iterator[StructuresCheck]:
         yield StructuresCheck(file, tokenizer)
 
 
-def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifest, say: Say) -> None:
+def _start_replicas(prepared: PreparedJob, fleet: Fleet, manifest: Manifest, say: Say) -> None:
     if not prepared.has_rows:
         say("reading the input")
         return
-    say(f"starting {counted(len(replicas), 'replica')} while the input is read")
-    replicas.start(manifest)
+    say(f"starting {counted(len(fleet.replicas), 'replica')} while the input is read")
+    with shielded():
+        start_due(fleet, manifest)
     faults.point("start.replicas")
 
 
@@ -202,7 +222,9 @@ def _begun(
     *,
     choice: Choice | None,
     manifest: Manifest,
-    replicas: Replicas,
+    launcher: Launcher,
+    fleet: Fleet,
+    job_id: str,
     display: ProgressDisplay,
 ) -> State:
     """Begin the job after the check of its structures, or take new rows in if it has begun and is to be extended.
@@ -212,12 +234,12 @@ def _begun(
     state = prepared.state
     for check in checks:
         num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
-        _await(check, replicas.fleet, num_rows, display)
+        _await(check, fleet, num_rows, display)
     if choice is not None:
-        state = begin_job(job, manifest, replicas.launcher, choice, job_id=replicas.job_id)
+        state = begin_job(job, manifest, launcher, choice, job_id=job_id)
     assert state is not None
     if prepared.new == "take":
-        state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
+        state = extend_job(job, state, manifest, num_replicas=len(fleet.replicas), say=display.say)
     return state
 
 
@@ -321,8 +343,7 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
 def _give_work(
     job: Job,
     state: State,
-    replicas: Replicas,
-    manifest: Manifest,
+    fleet: Fleet,
     *,
     choice: Choice | None,
     make_builder: Callable[[], PromptBuilder],
@@ -336,7 +357,7 @@ def _give_work(
     open_shards = np.flatnonzero(~state.committed).tolist()
     pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
     fetch_input(job, state, pieces, say)
-    replicas.fleet.give_work(work_of(job, state, None))
+    fleet.give_work(work_of(job, state, None))
     _warn(job, order, say, None if choice is None else make_builder())
 
 

@@ -12,16 +12,9 @@ import numpy.typing as npt
 
 from batchinf.base import faults
 from batchinf.base.errors import RowFailed
-from batchinf.records import (
-    Completion,
-    EngineInfo,
-    EngineStats,
-    FloatArray,
-    IntArray,
-    RenderedPrompt,
-    Request,
-    TokenLogprobs,
-)
+from batchinf.engines.protocol import EngineInfo, EngineStats
+from batchinf.prompts.images import RenderedPrompt
+from batchinf.records import Completion, FloatArray, IntArray, Request, TokenLogprobs
 from batchinf.spec.job import ScriptedSpec
 from batchinf.tasks.base import Task
 from batchinf.version import __version__

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
 
@@ -50,7 +50,7 @@ class ReplicaHandle(Protocol):
         """Whether it compiles into its own cache, which is deleted with it, and not into the shared one."""
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """JSON values by which `Backend.end_leftovers` finds it after the coordinator has died.
 
         They go into the manifest, and only this backend reads them: a process group, the name of an actor.
@@ -103,7 +103,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the manifest stores beside each identity."""
+        """The name that the manifest stores beside each reference."""
 
     @property
     def processors(self) -> str:

@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import ModelError, SpecError
@@ -66,32 +65,25 @@ _NOT_FOR_WHOLE_STEPS = frozenset(
 )  # fmt: skip
 
 
-_WithReason = tuple[Any, str]
+WithReason = tuple[Any, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Engine arguments that the spec leaves open."""
+def values(chosen: Mapping[str, WithReason]) -> dict[str, Any]:
+    """Engine arguments without the reasons for them."""
+    return {name: value for name, (value, _) in chosen.items()}
 
-    choices: Mapping[str, _WithReason]
-    """The value of each, and why."""
 
-    @property
-    def engine(self) -> dict[str, Any]:
-        """The values."""
-        return {name: value for name, (value, _) in self.choices.items()}
-
-    def lines(self) -> list[str]:
-        """For people: each argument with its value and reason, and where the rules come from; empty without any."""
-        if not self.choices:
-            return []
-        version = vllm_version()
-        other = "" if version in (None, _MEASURED_WITH) else f", and this is {_dotted(version)}"
-        return [
-            "engine arguments that the spec leaves open:",
-            *(f"  {name} {shown(value)}: {reason}" for name, (value, reason) in self.choices.items()),
-            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(_MEASURED_WITH)}{other})",
-        ]
+def lines_of(chosen: Mapping[str, WithReason]) -> list[str]:
+    """For people: each argument with its value and reason, and where the rules come from; empty without any."""
+    if not chosen:
+        return []
+    version = vllm_version()
+    other = "" if version in (None, _MEASURED_WITH) else f", and this is {_dotted(version)}"
+    return [
+        "engine arguments that the spec leaves open:",
+        *(f"  {name} {shown(value)}: {reason}" for name, (value, reason) in chosen.items()),
+        f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(_MEASURED_WITH)}{other})",
+    ]
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -182,14 +174,14 @@ def chosen_arguments(
     num_per_device: int,
     *,
     shared_share: Callable[[], float | None] = lambda: None,
-) -> Chosen:
-    """Engine arguments for replicas of which `num_per_device` share a device.
+) -> dict[str, WithReason]:
+    """Engine arguments that the spec leaves open, for replicas of which `num_per_device` share a device.
 
     shared_share: of the prompts, see `planning.lengths`. It is called only if the choice depends on it.
     """
     if fit.device_bytes is None:
-        return Chosen({})
-    chosen: dict[str, _WithReason] = {}
+        return {}
+    chosen: dict[str, WithReason] = {}
     if num_per_device > 1:
         share = _shared_utilization(num_per_device)
         chosen["gpu_memory_utilization"] = share, f"{num_per_device} replicas share each GPU"
@@ -199,12 +191,12 @@ def chosen_arguments(
         chosen |= _for_prompts(spec, fit, task)
     if _overlaps_steps(spec, fit, task):
         chosen |= _for_vectors(spec, shared_share)
-    return Chosen({name: choice for name, choice in chosen.items() if name not in spec.engine})
+    return {name: choice for name, choice in chosen.items() if name not in spec.engine}
 
 
-def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, _WithReason]:
+def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, WithReason]:
     """For a task that makes a vector of each prompt, with a small model on a large device."""
-    chosen: dict[str, _WithReason] = {
+    chosen: dict[str, WithReason] = {
         "async_scheduling": (True, "the engine prepares the next step while the GPU computes")
     }
     share = shared_share() if "enable_prefix_caching" not in spec.engine else None
@@ -214,9 +206,9 @@ def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dic
     return chosen
 
 
-def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _WithReason]:
+def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, WithReason]:
     """For a task that generates tokens on a large device."""
-    chosen: dict[str, _WithReason] = {}
+    chosen: dict[str, WithReason] = {}
     most = _LARGE_MAX_NUM_SEQS
     if _is_small(fit) and num_per_device == 1:
         # vLLM refuses a batch of more sequences than tokens.
@@ -232,12 +224,12 @@ def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _Wit
     return chosen
 
 
-def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, _WithReason]:
+def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, WithReason]:
     """For a task that only reads prompts, with a small model on a large device."""
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": prompt_graph_sizes(fit.limits["max_num_batched_tokens"])}
     if not _can_run_whole_steps(spec, fit):
         return {"compilation_config": (graphs, "CUDA graphs for steps up to max_num_batched_tokens")}
-    chosen: dict[str, _WithReason] = {
+    chosen: dict[str, WithReason] = {
         "compilation_config": (graphs, "a CUDA graph for a whole step, up to max_num_batched_tokens"),
         "additional_config": ({WHOLE_STEPS: True}, "these graphs have the attention of all layers too"),
         # Otherwise each graph has memory for 32 parts of a long request's keys, which pay in decoding.
@@ -337,7 +329,7 @@ def with_most_images(spec: JobSpec, rows: ImagesOfRows, say: Callable[[str], Non
     return spec.model_copy(update={"input": where})
 
 
-def step_for_images(spec: JobSpec, model: Model, fit: Fit, rows: ImagesOfRows) -> dict[str, _WithReason]:
+def step_for_images(spec: JobSpec, model: Model, fit: Fit, rows: ImagesOfRows) -> dict[str, WithReason]:
     """`max_num_batched_tokens` with its reason, if an image of the rows has more tokens than a step has by default.
 
     Some models cannot compute a part of an image: vLLM would not start, or never run the row.

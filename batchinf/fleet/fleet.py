@@ -12,7 +12,7 @@ from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import EngineSettings, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
-from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished
+from batchinf.fleet.replica import Action, FleetReplica
 from batchinf.fleet.status import Totals
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.names import incarnation_name
@@ -25,6 +25,7 @@ from batchinf.replica.messages import (
     Failed,
     InFlightRequest,
     Launch,
+    LeaseDone,
     Revoke,
     Trial,
     Work,
@@ -51,7 +52,7 @@ class Ended:
     incarnation: str
     lifetime_s: float
     leases: tuple[Lease, ...]
-    finished: tuple[LeaseFinished, ...]
+    finished: tuple[LeaseDone, ...]
     """Whole shards whose parts its last messages named; they are not among `leases`."""
     cause: str
     failed: Failed | None

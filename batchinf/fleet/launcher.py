@@ -16,8 +16,8 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.engine_defaults import (
-    Chosen,
     chosen_arguments,
+    lines_of,
     replicas_per_device,
     step_for_images,
     with_most_images,
@@ -27,16 +27,15 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
 from batchinf.job.job import Job, PreparedJob, begun_at
-from batchinf.manifest.lines import EndedReplica, Lowered, Retry
+from batchinf.manifest.lines import EndedReplica, Lowered, Retry, StartedReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import fit_of
 from batchinf.model.model import Model, check_weights
 from batchinf.output.replace import retry_metadata
-from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
+from batchinf.planning.image_rows import images_of_rows
 from batchinf.planning.lengths import shared_share
-from batchinf.records import StartedReplica
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.base import Task
@@ -64,7 +63,6 @@ class Launcher:
     epoch: int
     slots: Sequence[Slot]
     settings: EngineSettings
-    chosen: Chosen
 
     @classmethod
     def of(
@@ -74,13 +72,16 @@ class Launcher:
         *,
         epoch: int,
         say: Callable[[str], None],
-        shared_share: Callable[[], float | None] = lambda: None,
-        images: ImagesOfRows | None = None,
+        by_rows: bool = True,
     ) -> "Launcher":
-        """shared_share: see `chosen_arguments`. images: of the rows of a new job.
+        """by_rows: whether a sample of the input's rows decides, too.
 
         Raises UserError if weights are missing or there are too few devices.
         """
+        # Rows that come later, with `--extend` or from another file, may have more images.
+        has_new_images = by_rows and job.spec.input.has_images and job.state is None
+        images = images_of_rows(job.file) if has_new_images else None
+        share = functools.partial(shared_share, job.file) if by_rows else lambda: None
         if images is not None:
             job = replace(job, spec=with_most_images(job.spec, images, say))
         spec = job.spec
@@ -100,12 +101,12 @@ class Launcher:
             spec = spec.model_copy(update={"parallel": parallel})
             job = replace(job, spec=spec)
             slots = backend.slots_for(spec)
-        chosen = chosen_arguments(spec, fit, job.task, slots[0].sharers, shared_share=shared_share)
+        chosen = chosen_arguments(spec, fit, job.task, slots[0].sharers, shared_share=share)
         if images is not None:
-            chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})
-        for line in chosen.lines():
+            chosen |= step_for_images(spec, model, fit, images)
+        for line in lines_of(chosen):
             say(line)
-        settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen.engine)
+        settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
         backend.check_free(settings.engine, slots)
@@ -118,7 +119,6 @@ class Launcher:
             epoch=epoch,
             slots=slots,
             settings=settings,
-            chosen=chosen,
         )
 
     @property
@@ -224,7 +224,7 @@ def start_due(fleet: Fleet, manifest: Manifest) -> None:
             replica.number,
             handle.incarnation,
             fleet.backend.name,
-            handle.identity,
+            handle.reference,
             devices=replica.slot.devices,
             num_devices=replica.slot.num_devices,
             started_at=time.time(),
@@ -244,58 +244,24 @@ def note_end(manifest: Manifest, end: Ended) -> None:
     manifest.event("replica_ended", incarnation=end.incarnation, device_s=ended.device_s, cause=cause)
 
 
-class Replicas:
-    """The replicas of an epoch. The manifest records their starts and ends."""
+def end_all(fleet: Fleet, manifest: Manifest) -> None:
+    """End the replicas that run, and commit their ends."""
+    with shielded():
+        for ended in fleet.kill():
+            note_end(manifest, ended)
+        manifest.commit()
 
-    def __init__(
-        self, job: PreparedJob, backend: Backend, *, job_id: str, epoch: int, say: Callable[[str], None]
-    ) -> None:
-        """Raises UserError; see `Launcher.of`."""
-        # Rows that come later, with `--extend` or from another file, may have more images.
-        has_new_images = job.spec.input.has_images and job.state is None
-        images = images_of_rows(job.file) if has_new_images else None
-        share = functools.partial(shared_share, job.file)
-        self.launcher = Launcher.of(job, backend, epoch=epoch, say=say, shared_share=share, images=images)
-        self.fleet = self.launcher.fleet(job_id)
-        self.job_id = job_id
 
-    def __len__(self) -> int:
-        return len(self.launcher.slots)
-
-    def start(self, manifest: Manifest) -> None:
-        """Start the replicas that are due, and commit that to the manifest."""
-        with shielded():
-            start_due(self.fleet, manifest)
-
-    def end(self, manifest: Manifest) -> None:
-        """End the replicas that run, and commit their ends."""
-        with shielded():
-            for ended in self.fleet.kill():
-                note_end(manifest, ended)
-            manifest.commit()
-
-    def match(self, task: Task, manifest: Manifest) -> None:
-        """Make the replicas fit the job, now that its input is known.
-
-        If only later rows show that the input is a batch file, the replicas end, and those that start later have
-        engines with other arguments.
-        """
-        if task.spec.input.format == self.launcher.task.spec.input.format:
-            return
-        self.end(manifest)
-        self.launcher = replace(self.launcher, task=task)
-        self.fleet = self.launcher.fleet(self.job_id, num_before=self.fleet.num_incarnations)
-
-    @contextlib.contextmanager
-    def ended(self, manifest: Manifest) -> Iterator[None]:
-        """When the block ends, all have ended."""
-        try:
-            yield
-        except BaseException:
-            # Later errors, for example from a full disk, must not hide the first one.
-            with contextlib.suppress(BatchinfError, OSError):
-                manifest.discard()
-                self.end(manifest)
-            raise
-        finally:
-            self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
+@contextlib.contextmanager
+def ending(fleet: Fleet, manifest: Manifest) -> Iterator[None]:
+    """When the block ends, all replicas of the fleet have ended."""
+    try:
+        yield
+    except BaseException:
+        # Later errors, for example from a full disk, must not hide the first one.
+        with contextlib.suppress(BatchinfError, OSError):
+            manifest.discard()
+            end_all(fleet, manifest)
+        raise
+    finally:
+        fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call

@@ -10,7 +10,7 @@ import psutil
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.engine_defaults import chosen_arguments
+from batchinf.fleet.engine_defaults import chosen_arguments, values
 from batchinf.job.open import naming_lines
 from batchinf.model.memory import Fit, fit_of, gib, share_of
 from batchinf.model.model import resolve
@@ -104,7 +104,7 @@ def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
     task = task_of(spec)
     limits = task.default_batch_limits(base.needs.config.get("vocab_size"), device_bytes)
     fit = dataclasses.replace(base, device_bytes=device_bytes, device_name=title, batch_limits=limits)
-    return dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task, 1).engine, **fit.engine})
+    return dataclasses.replace(fit, engine={**values(chosen_arguments(spec, fit, task, 1)), **fit.engine})
 
 
 def given_degrees(parallel: ParallelSpec) -> list[int | None]:

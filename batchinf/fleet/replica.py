@@ -7,14 +7,15 @@ a replica. Times are in seconds of the monotonic clock, unless they say otherwis
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from batchinf.base.errors import UserError
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
 from batchinf.fleet.status import ReplicaStatus, Totals
-from batchinf.records import EngineInfo, EngineStats, Lease, Part
+from batchinf.records import Lease
 from batchinf.replica.messages import (
     CONDEMNED,
     Event,
@@ -62,26 +63,13 @@ _ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseFinished:
-    """The replica has finished a lease that it held. The coordinator commits the part, or notes the stored results."""
-
-    replica: int
-    incarnation: str
-    lease: Lease
-    num_rows: int
-    errors: Mapping[str, int]
-    part: Part | None
-    """Of a whole shard; None if the journal has the results of the lease."""
-
-
-@dataclass(frozen=True, slots=True)
 class LeasesGivenBack:
     """The replica had not begun these leases: the coordinator makes them pending again."""
 
     leases: Sequence[Lease]
 
 
-Action = NoPlacement | Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
+Action = NoPlacement | Ready | LeaseBegun | LeaseDone | LeasesGivenBack | Tried | Stopped
 """What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
 
 
@@ -394,24 +382,21 @@ class FleetReplica:
             case Tried():
                 return event
 
-    def _finish(self, event: LeaseDone) -> LeaseFinished | None:
-        """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease."""
+    def _finish(self, event: LeaseDone) -> LeaseDone | None:
+        """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease.
+
+        In the message that is returned, the lease is that of the coordinator, and the part names its replica.
+        """
         current = self.current
-        if (lease := current.leases.pop(event.lease, None)) is None:
+        if (lease := current.leases.pop(event.lease.key, None)) is None:
             return None
         current.begun.discard(lease.key)
         current.revoking.discard(lease.key)
         current.finished_rows += event.num_rows
         current.finished_inputs += lease.num_to_run
         current.finished_errors.update(event.errors)
-        return LeaseFinished(
-            replica=self.number,
-            incarnation=current.name,
-            lease=lease,
-            num_rows=event.num_rows,
-            errors=event.errors,
-            part=event.part,
-        )
+        part = event.part and replace(event.part, replica=self.number, incarnation=current.name)
+        return replace(event, lease=lease, part=part)
 
     def note_start_activity(self, activity: object, now: float) -> None:
         """Take in how much the starting incarnation has done so far. None: it waits for something else."""
@@ -464,7 +449,7 @@ class FleetReplica:
             )
         return None
 
-    def hear_last(self, events: Iterable[Event], *, now: float, at: float) -> tuple[LeaseFinished, ...]:
+    def hear_last(self, events: Iterable[Event], *, now: float, at: float) -> tuple[LeaseDone, ...]:
         """Take in the last messages of an incarnation that has ended. Of its leases, only those with a part count.
 
         All others run again; what the journal has of them is recovered.
@@ -474,7 +459,7 @@ class FleetReplica:
             match event:
                 case Revoked() | LeaseDone(part=None):
                     continue
-            if isinstance(action := self.hear(event, now=now, at=at), LeaseFinished):
+            if isinstance(action := self.hear(event, now=now, at=at), LeaseDone):
                 finished.append(action)
         return tuple(finished)
 

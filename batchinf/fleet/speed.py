@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineInfo
 from batchinf.fleet.status import ON_TRIAL, read_status
+from batchinf.manifest.lines import Bottleneck, ReplicaShare, Speed
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import share_of
-from batchinf.records import Bottleneck, EngineInfo, ReplicaShare, Speed
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
 _MOST_LOOKS = 2000
@@ -36,7 +37,7 @@ _MOST_UTILIZATION = 0.95
 class EngineTimes:
     """When the engines of a run were up and worked, in seconds of the monotonic clock; and these engines."""
 
-    engines: dict[int, "StartedEngine"] = field(default_factory=dict)
+    engines: dict[int, EngineInfo] = field(default_factory=dict)
     """The last one of each replica."""
     ready_at: list[float] = field(default_factory=list)
     began_at: list[float] = field(default_factory=list)
@@ -101,37 +102,12 @@ def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:
 # -- what limited it ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartedEngine:
-    """A replica's engine."""
-
-    max_num_seqs: int
-    cache_tokens: int | None
-    num_devices: int
-    tensor: int
-    """Its `tensor_parallel_size`."""
-    arguments: Mapping[str, Any]
-    """Those that the spec or batchinf gave."""
-
-    @classmethod
-    def of(cls, engine: EngineInfo) -> "StartedEngine":
-        settings = engine.settings
-        tensor = settings.get("tensor_parallel_size") or 1
-        return cls(
-            max_num_seqs=engine.max_num_seqs or 1,
-            cache_tokens=settings.get("kv_cache_size_tokens"),
-            num_devices=tensor * (settings.get("pipeline_parallel_size") or 1),
-            tensor=tensor,
-            arguments=settings.get("engine_arguments") or {},
-        )
-
-
 Kind = Literal["memory", "sequences", "input", "images", "processor", "compute"]
 
 
 def bottleneck(
     looks: Sequence[Mapping[str, Any]],
-    engines: Mapping[int, StartedEngine],
+    engines: Mapping[int, EngineInfo],
     num_gpus: int,
     *,
     has_images: bool = False,
@@ -200,7 +176,7 @@ def _with_rows_left(
                 yield look["at"], later["at"] - look["at"], replica, devices
 
 
-def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:
+def _kind(replica: Mapping[str, Any], engine: EngineInfo) -> Kind:
     has_room = replica["num_running"] < _ALL_RUNNING * engine.max_num_seqs
     usage = replica["kv_cache_usage"]
     if has_room and usage >= _FULL:
@@ -222,7 +198,7 @@ _REASONS: dict[Kind, str] = {
 }
 
 
-def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) -> str:
+def _change(kind: Kind, engine: EngineInfo, num_gpus: int, num_engines: int) -> str:
     if kind == "sequences":
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":
@@ -238,9 +214,10 @@ def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) 
     return _more_cache(engine, num_gpus)
 
 
-def _more_cache(engine: StartedEngine, num_gpus: int) -> str:
+def _more_cache(engine: EngineInfo, num_gpus: int) -> str:
     if num_gpus >= 2 * engine.num_devices:
-        return f"parallel.tensor_parallel_size {2 * engine.tensor}: half of the replicas, each with more cache"
+        size = 2 * engine.tensor_parallel_size
+        return f"parallel.tensor_parallel_size {size}: half of the replicas, each with more cache"
     if share_of(engine.arguments) < _MOST_UTILIZATION:
         return f"engine.gpu_memory_utilization {_MOST_UTILIZATION}"
     if not str(engine.arguments.get("kv_cache_dtype", "auto")).startswith("fp8"):

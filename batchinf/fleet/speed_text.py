@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from batchinf.base.text import counted, short_count, time_taken
-from batchinf.records import ReplicaShare, Speed
+from batchinf.manifest.lines import ReplicaShare, Speed
 
 _NAMES = {
     "memory": "the cache",

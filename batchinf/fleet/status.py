@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchinf.base.storage import Folder, adapter, open_log
+from batchinf.engines.protocol import EngineStats
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
-from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"

@@ -25,7 +25,7 @@ from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import readable_file
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.media import ImageLoader
-from batchinf.records import BoolArray, Extent, Int64Array, Prompt
+from batchinf.records import BoolArray, Int64Array, Prompt
 from batchinf.schedule.positions import (
     RUN_FOLDER,
     Choice,
@@ -35,6 +35,7 @@ from batchinf.schedule.positions import (
     write_positions,
 )
 from batchinf.schedule.predicate import Predicate, PredicateError
+from batchinf.schedule.shards import Extent
 from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.rows import Source

@@ -7,10 +7,11 @@ from dataclasses import replace
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.paths import is_bucket
 from batchinf.base.slices import JobFolder, read_cut
+from batchinf.manifest.lines import InputJob
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import published_file
 from batchinf.manifest.state import State, read_jobs
-from batchinf.records import InputJob, Part
+from batchinf.records import Part
 from batchinf.source.files import InputFile
 from batchinf.source.find import folder_of
 from batchinf.source.remote import objects_in

@@ -7,9 +7,9 @@ import numpy as np
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Retry
+from batchinf.manifest.lines import Repair, Retry
 from batchinf.manifest.state import State
-from batchinf.records import Int64Array, Repair
+from batchinf.records import Int64Array
 from batchinf.schedule.positions import REPAIR_FOLDERS, Positions, RunOrder, positions_name, read_positions
 from batchinf.source.files import InputLocation
 from batchinf.source.repairs import RepairedRows, RepairedSource, copied_file, copy_name, is_intact, open_copy

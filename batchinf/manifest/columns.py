@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import AfterValidator
 
 from batchinf.base.errors import OutputError
-from batchinf.records import JsonText
+from batchinf.base.json_types import JsonText
 from batchinf.source.cache import schema_of, schema_text
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
@@ -56,16 +56,6 @@ class Columns:
         task = task_of(spec)
         task.left_out = frozenset(task.computed_schema.names) - self._computed(spec).keys()
         return task
-
-    def output_rows(self, task: Task, carried: pa.Table | None, results: pa.Table) -> pa.Table:
-        """The output rows of journalled results: see `Task.reduce`. Columns that the journal lacks are null there."""
-        if results.schema != task.result_schema:
-            begun = {*results.column_names}
-            for field in task.result_schema:
-                if field.name not in begun:
-                    results = results.append_column(field, pa.nulls(results.num_rows, field.type))
-            results = results.select(task.result_schema.names)
-        return task.reduce(carried, results).select(self.part_schema.names)
 
     def later(self, spec: JobSpec) -> list[str]:
         """The columns that only this version has. Raises OutputError if it lacks one, or gives it another type."""

@@ -8,10 +8,10 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from batchinf.base.json_types import JsonText, Time
 from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.manifest.commit_log import Fields, whole_lines
 from batchinf.manifest.state import list_logs
-from batchinf.records import JsonText, Time
 
 EVENTS_FILE = "events.jsonl"
 

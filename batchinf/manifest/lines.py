@@ -2,29 +2,16 @@
 
 import operator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from batchinf.base.json_types import Count, Flag, JsonText, PositiveCount, Rate, Seconds, Share, Time
 from batchinf.base.storage import adapter
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import Fields
-from batchinf.records import (
-    COUNT_NAMES,
-    Count,
-    Extent,
-    Flag,
-    InputJob,
-    JsonText,
-    Lease,
-    Part,
-    PositiveCount,
-    Repair,
-    Seconds,
-    Speed,
-    StartedReplica,
-    Time,
-)
+from batchinf.records import COUNT_NAMES, Lease, Part
+from batchinf.schedule.shards import Extent
 
 # Each part's line and footer has these counts. Any other count is 0 where it is missing: a later version added it.
 BASIC_COUNTS = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
@@ -46,6 +33,23 @@ class Recovered:
     """A start that has recovered what earlier ones left. It names the job: a log of another one is damage."""
 
     job_id: JsonText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputJob:
+    """A job whose output rows are the input of another one."""
+
+    path: JsonText
+    """Its output folder, as the spec names it."""
+    job_id: JsonText
+    """Of the first slice, if it has slices."""
+    fingerprint: JsonText
+    """Of its identity; of the first slice, if it has slices."""
+    num_rows: Count
+    """Output rows."""
+    num_parts: Count
+    epoch: Count
+    """The number of its last log; the sum over all slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,26 @@ class Chosen:
 
     num_rows: Count
     num_input_rows: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """The file from which a retry takes rows in place of those of the input (`--input`)."""
+
+    path: JsonText
+    """As the user gave it."""
+    name: JsonText
+    """Of the copy in the job's folder."""
+    content: JsonText
+    """xxh3-128 of the name and the bytes, which names the folder of the copy."""
+    fingerprint: JsonText
+    """Of its rows."""
+    num_rows: Count
+    """Rows that are taken from it."""
+    rows: JsonText
+    """Digest of the file with the positions of these rows in the input."""
+    places: JsonText
+    """Digest of the file with their positions in the copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +146,23 @@ class ModelFiles:
 
 
 # -- what has happened -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartedReplica:
+    """An incarnation of a replica that has started."""
+
+    replica: Count
+    incarnation: JsonText
+    backend: JsonText
+    identity: dict[JsonText, Any]
+    """JSON values by which the backend finds it again, such as a process group. Only that backend reads them."""
+    devices: tuple[JsonText, ...] = ()
+    """Its GPUs, by the names that the user sees; empty on a processor."""
+    num_devices: Seconds = 1.0
+    """Devices for the accounting of device time."""
+    started_at: Seconds | None = None
+    """In seconds since 1970; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +251,62 @@ class Lost:
     """Committed shards that have lost their parts."""
 
     shards: list[Count]
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What limited a run, by its telemetry."""
+
+    kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
+    """Memory for the cache, `max_num_seqs`, input and tokenizer, images, the engine's own work, or the devices."""
+    share: Share
+    """Of the time."""
+    reason: JsonText
+    """In words."""
+    change: JsonText
+    """A change to try."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShare:
+    """What one replica did of a run."""
+
+    num_rows: Count
+    """Output rows that its engine answered."""
+    busy: Share
+    """Of `Speed.work_s`: the time in which its engine had requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a run was. Rates are of all engines, while they worked."""
+
+    run_s: Seconds
+    """From its beginning to its end."""
+    work_s: Seconds
+    """From the first request to the last part."""
+    prompt_tokens_per_s: Rate
+    output_tokens_per_s: Rate
+    num_gpus: Count = 0
+    """0 on processors."""
+    cache_tokens: Count | None = None
+    """Of one engine; None if it does not say."""
+    bottleneck: Bottleneck | None = None
+    """None if the run was too short to say."""
+    replicas: tuple[ReplicaShare, ...] = ()
+    """By number; empty for a single one."""
+    late_s: Seconds = 0.0
+    """From the first engine that was up to the last one."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and outputs together."""
+        return self.prompt_tokens_per_s + self.output_tokens_per_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """None on processors."""
+        return self.tokens_per_s / self.num_gpus if self.num_gpus else None
 
 
 @dataclass(frozen=True, slots=True)

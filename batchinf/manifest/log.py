@@ -19,7 +19,8 @@ from batchinf.manifest.events import EventLine, append_events
 from batchinf.manifest.lines import Beginning, EndedReplica, Lost, part_line, record_line
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.state import MANIFEST_FOLDER, State, last_epoch, list_logs, read_state
-from batchinf.records import Extent, Part
+from batchinf.records import Part
+from batchinf.schedule.shards import Extent
 
 _LINES_PER_COMMIT = 1000
 

@@ -23,11 +23,13 @@ from batchinf.manifest.lines import (
     ModelFiles,
     Platform,
     Retry,
+    Speed,
+    StartedReplica,
     read_line,
 )
 from batchinf.manifest.versions import check_version
-from batchinf.records import BoolArray, Extent, Part, PartCounts, Speed, StartedReplica
-from batchinf.schedule.shards import follows, num_shards, rows_of_shards
+from batchinf.records import BoolArray, Part, PartCounts
+from batchinf.schedule.shards import Extent, follows, num_shards, rows_of_shards
 
 MANIFEST_FOLDER = "manifest"
 _BEFORE_HEADER = {"beginning", "started", "ended"}
@@ -321,21 +323,3 @@ def _read_log(folder: Folder, name: str, before: State, old: OldLines) -> State:
     if any(not folder.exists(log) for log in replaced):
         raise damage(folder, name, "its snapshot is incomplete")
     return before if replaced else state
-
-
-class Committed:
-    """Totals of the shards and rows that were run and committed."""
-
-    def __init__(self, num_shards: int, num_rows: int, num_errors: int, num_inputs: int) -> None:
-        """num_inputs: input rows. num_rows: output rows."""
-        self.num_shards = num_shards
-        self.num_inputs = num_inputs
-        self.num_rows = num_rows
-        self.num_errors = num_errors
-
-    def add(self, part: Part, num_inputs: int) -> None:
-        """Count a part that has been committed. num_inputs: input rows that were run for it."""
-        self.num_shards += 1
-        self.num_inputs += num_inputs
-        self.num_rows += part.num_rows - part.num_kept
-        self.num_errors += part.num_errors - part.num_kept_errors

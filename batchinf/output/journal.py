@@ -13,7 +13,6 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -69,16 +68,6 @@ class Segment:
         self._table = self._mapped = None
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredJournal:
-    """The segments of a shard."""
-
-    segments: tuple[Segment, ...]
-    """Those that are whole."""
-    damaged: tuple[str, ...]
-    """Names of the others, whose results run again."""
-
-
 class Journal:
     """Writes the segments of one incarnation. Reads those of all incarnations of the same retry, or of none."""
 
@@ -112,8 +101,11 @@ class Journal:
         """Delete a segment whose results are in a part."""
         self._folder.delete(f"{_FOLDER}/{segment.name}")
 
-    def recover(self, shard: int) -> RecoveredJournal:
-        """All whole segments of a shard, of any incarnation, in the order of their names."""
+    def recover(self, shard: int) -> tuple[list[Segment], list[str]]:
+        """The whole segments of a shard, of any incarnation, and the names of damaged ones, whose results run again.
+
+        Both are in the order of their names.
+        """
         segments = []
         damaged = []
         for name, _, retry in _listed(self._folder, f"{shard:06d}-"):
@@ -125,11 +117,12 @@ class Journal:
                 continue
             except (ValueError, pa.ArrowException, OSError):
                 damaged.append(name)
-        return RecoveredJournal(tuple(segments), tuple(damaged))
+        return segments, damaged
 
     def tables(self, shard: int) -> Iterator[pa.Table]:
         """The results of a shard's whole segments, memory-mapped. One that is deleted meanwhile is left out."""
-        for segment in self.recover(shard).segments:
+        segments, _ = self.recover(shard)
+        for segment in segments:
             try:
                 table = segment.table()
             except FileNotFoundError:

@@ -4,7 +4,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 
     commits/000000042                 see `manifest.chain`
     parts/part-000042.parquet         created before their commit; only a retry replaces it, by compare-and-swap
-    journal/000003-1f2e3d4c-000001    new segments in one object: their names and sizes, then their bytes; see `Piece`
+    journal/000003-1f2e3d4c-000001    new segments in one object: names and sizes, then their bytes; see `SegmentPiece`
     selection/000001.positions-1f2e…  the rows that the job runs, with the digest of the file
     retry/000001.positions-1f2e…      the same of retries
     source/versions/1f2e….json        where the rows of the input are, for `--extend`
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import starmap
-from typing import Any, TypeVar
 
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket, Listed, together
@@ -46,10 +45,10 @@ from batchinf.manifest.names import (
     staging_name,
 )
 from batchinf.manifest.state import State, read_beginning, read_state
-from batchinf.output.bundles import Piece, Unsent, bundled, unbundled, whole_segments
+from batchinf.output.bundles import SegmentPiece, Unsent, bundled, unbundled, whole_segments
+from batchinf.output.checkpoints import next_upload_at
 from batchinf.output.journal import num_results, place_of
 from batchinf.output.restore import fetch_selection, restore_events
-from batchinf.output.ticks import next_upload_at
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER
@@ -69,7 +68,6 @@ _LOOK_S = 0.2
 _LAST_PATIENCE_S = 5.0
 _LAST_S = 1.0  # that there is in any case
 _VERSIONS = "source/versions"
-_Item = TypeVar("_Item")
 
 
 class Mirror:
@@ -90,15 +88,15 @@ class Mirror:
         self._source = source
         self._say = say
         self._interval_s = interval_s
-        self._queue: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Part] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Part, Part]] = queue.SimpleQueue()
         self.waiting: dict[int, Part] = {}
         """By shard, the parts that are not uploaded or not committed yet."""
         self._error: OutputError | None = None
         self._is_closed = threading.Event()
         self._owner: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
-        self._ticking = threading.Lock()
+        self._sending = threading.Lock()
         self._sent: set[str] = set()
         """Names of segments and of records that the bucket has."""
         self._num_sent: dict[str, int] = {}
@@ -255,7 +253,7 @@ class Mirror:
         gets = (partial(self._bucket.get, f"journal/{listed.name}") for listed in bundles)
         at_once = min(_NUM_BUNDLES, max(1, _BUNDLE_BYTES // max(1, largest)))
 
-        def read() -> Iterator[Piece]:
+        def read() -> Iterator[SegmentPiece]:
             for listed, found in zip(bundles, together(gets, at_once), strict=True):
                 if found is not None:
                     pieces = [*unbundled(found.data)]
@@ -267,7 +265,7 @@ class Mirror:
             if self._is_needed(name) and not self._folder.exists(f"journal/{name}"):
                 self._folder.write_atomic(f"journal/{name}", data, durable=False)
 
-    def _note_bundle(self, name: str, pieces: Iterable[Piece]) -> None:
+    def _note_bundle(self, name: str, pieces: Iterable[SegmentPiece]) -> None:
         self._bundles[name] = {place for piece in pieces if (place := place_of(piece.segment)) is not None}
 
     def _is_needed(self, segment: str) -> bool:
@@ -284,7 +282,7 @@ class Mirror:
         """Start the threads that upload. Warnings come from the calling thread alone."""
         self._owner = threading.current_thread()
         self._bucket.on_failure = self._note_failure
-        works = [self._upload_parts] * _NUM_UPLOADS + [self._keep_ticking]
+        works = [self._upload_parts] * _NUM_UPLOADS + [self._keep_sending]
         self._threads = [threading.Thread(target=work, name="mirror", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
@@ -294,15 +292,15 @@ class Mirror:
         self._end_by = end_by
         self._bucket.is_stopped = lambda: time.monotonic() > end_by()
 
-    def exchange(self, parts: Sequence[tuple[_Item, Part]]) -> list[tuple[_Item, Part]]:
+    def exchange(self, parts: Sequence[Part]) -> list[tuple[Part, Part]]:
         """Begin to upload staged parts, and return those that have been uploaded since: they can be committed.
 
-        A returned part may be another one of the same shard, which an earlier process has uploaded. Raises StoreError
-        if the store takes no part.
+        With each comes the part that the bucket has, which an earlier process may have uploaded. Raises StoreError if
+        the store takes no part.
         """
-        for item, part in parts:
+        for part in parts:
             self.waiting[part.shard] = part
-            self._queue.put((item, part))
+            self._queue.put(part)
         if self._error is not None:
             raise self._error
         uploaded = []
@@ -450,18 +448,18 @@ class Mirror:
     def _upload_parts(self) -> None:
         while not self._is_closed.is_set():
             try:
-                item, part = self._queue.get(timeout=_LOOK_S)
+                part = self._queue.get(timeout=_LOOK_S)
             except queue.Empty:
                 continue
             try:
-                self._done.put((item, self.put_part(part)))
+                self._done.put((part, self.put_part(part)))
             except OutputError as error:
                 self._error = self._error or error
             except Exception as error:
                 self._error = self._error or OutputError(f"cannot upload {staged_file(part)}: {error}")
 
-    def _keep_ticking(self) -> None:
-        next_tick = next_upload_at(time.monotonic(), self._interval_s)
+    def _keep_sending(self) -> None:
+        next_look = next_upload_at(time.monotonic(), self._interval_s)
         next_status = 0.0
         next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
         is_behind = False
@@ -473,9 +471,9 @@ class Mirror:
                 if time.monotonic() >= next_telemetry:
                     next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
                     self._put(self._telemetry, EVENTS_FILE)
-                if is_behind or time.monotonic() >= next_tick:
-                    next_tick = next_upload_at(time.monotonic(), self._interval_s)
-                    is_behind = False  # after an error, at the next tick
+                if is_behind or time.monotonic() >= next_look:
+                    next_look = next_upload_at(time.monotonic(), self._interval_s)
+                    is_behind = False  # after an error, at the next look
                     is_behind = self._send_some()
 
     def _put(self, *names: str) -> None:
@@ -494,11 +492,11 @@ class Mirror:
 
         A bundle has as many bytes as the link takes in some seconds.
         """
-        with self._ticking:
+        with self._sending:
             unsent = self._unsent()
             self._num_unsent_bytes = sum(each.num_left for each in unsent)
             most_bytes = min(_BUNDLE_BYTES, max(1, self._bucket.bytes_in(_BUNDLE_S)))
-            pieces: list[Piece] = []
+            pieces: list[SegmentPiece] = []
             for each in unsent:
                 if most_bytes <= 0:
                     break
@@ -529,7 +527,7 @@ class Mirror:
         self._bucket.delete([f"journal/{bundle}"])
         del self._bundles[bundle]
 
-    def _send(self, pieces: Sequence[Piece]) -> None:
+    def _send(self, pieces: Sequence[SegmentPiece]) -> None:
         self._refuse_if_lost()
         self._num_bundles += 1
         bundle = f"{self.chain.epoch:06d}-{self._token}-{self._num_bundles:06d}"

@@ -29,7 +29,7 @@ class KnownImages(NamedTuple):
 class OpenLease:
     """The results of a lease that are finished. In memory: the newest results, and one byte for each request.
 
-    Only one thread at a time may call `recover`, `add`, `tick` and `close`. Any thread may ask what is finished.
+    Only one thread at a time may call `recover`, `add`, `checkpoint` and `close`. Any thread may ask what is finished.
     """
 
     def __init__(
@@ -125,9 +125,8 @@ class OpenLease:
 
         Other replicas may run other rows of the shard, so results of these are left where they are.
         """
-        recovered = self._journal.recover(self.index)
-        damaged = list(recovered.damaged)
-        for segment in recovered.segments:
+        segments, damaged = self._journal.recover(self.index)
+        for segment in segments:
             try:
                 if self._recover(segment):
                     self.segments.append(segment)
@@ -170,7 +169,7 @@ class OpenLease:
             self.unjournalled_bytes += batch.nbytes
         return num_new
 
-    def tick(self) -> None:
+    def checkpoint(self) -> None:
         """Write results that are in no segment yet to the journal, and drop them from memory."""
         if (segment := self.keep()) is not None:
             self.segments.append(segment)

@@ -23,6 +23,7 @@ from batchinf.prompts import encoder
 from batchinf.records import COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
 from batchinf.source.rows import Source
+from batchinf.tasks.base import Task
 
 PART_VERSION = 1  # a change raises `FORMAT_VERSION` too
 _PREFIX = "batchinf."
@@ -97,6 +98,17 @@ def _part(counts: PartCounts, **fields: Any) -> Part:
     return Part(**fields, **asdict(counts))
 
 
+def output_rows(columns: Columns, task: Task, carried: pa.Table | None, results: pa.Table) -> pa.Table:
+    """The output rows of journalled results: see `Task.reduce`. Columns that the journal lacks are null there."""
+    if results.schema != task.result_schema:
+        begun = {*results.column_names}
+        for field in task.result_schema:
+            if field.name not in begun:
+                results = results.append_column(field, pa.nulls(results.num_rows, field.type))
+        results = results.select(task.result_schema.names)
+    return task.reduce(carried, results).select(columns.part_schema.names)
+
+
 def count_entries(counts: PartCounts) -> dict[str, str]:
     """The counts as entries of a part's footer."""
     return {f"{_PREFIX}{name}": json.dumps(value) for name, value in counts.written().items()}
@@ -146,7 +158,7 @@ def _output(target: PartTarget, shard: OpenLease, merged: "_Merged") -> Iterator
             carried = None if columns is None else columns.slice(first_row - first, stop_row - first_row)
             if carried is not None and not is_whole:
                 carried = carried.filter(pa.array(shard.chosen[first_row:stop_row]))
-            yield _with_lost(target.columns.output_rows(shard.task, carried, merged.take(start, stop)), lost)
+            yield _with_lost(output_rows(target.columns, shard.task, carried, merged.take(start, stop)), lost)
             for segment in shard.segments:
                 segment.let_go()
 

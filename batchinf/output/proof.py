@@ -173,8 +173,8 @@ class Flaw:
     """What is wrong with a part."""
 
     what: str
-    is_plain: bool
-    """Whether a resume notices it, too, and runs the shard again."""
+    is_seen_by_run: bool
+    """Whether `run` notices it, too, and runs the shard again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +200,20 @@ class PartsOfJob:
         try:
             size = path.stat().st_size
             size_flaw = f"has {size:,} bytes, but {line.num_bytes:,} were written" if size != line.num_bytes else None
-            if plain := _footer_flaw(path, expected_entries(self.job_id, shard, rows.first, line), size_flaw):
-                return Flaw(plain, is_plain=True)
+            if what := _footer_flaw(path, expected_entries(self.job_id, shard, rows.first, line), size_flaw):
+                return Flaw(what, is_seen_by_run=True)
             what = _number_flaw(path, line, shard.num_rows, self.num_samples)
             if is_deep and what is None:
                 is_written = file_digest(path) == line.digest
                 what = None if is_written else "is altered: its bytes are not those that were written"
                 what = what or self._schema_flaw(path) or _key_flaw(path, rows, self.num_samples)
-            return Flaw(what, is_plain=False) if what else None
+            return Flaw(what, is_seen_by_run=False) if what else None
         except FileNotFoundError:
-            return Flaw("is missing", is_plain=True)
+            return Flaw("is missing", is_seen_by_run=True)
         except OSError as error:
-            return Flaw(f"cannot be read: {reason(error)}", is_plain=False)
+            return Flaw(f"cannot be read: {reason(error)}", is_seen_by_run=False)
         except (pa.ArrowException, ValueError) as error:
-            return Flaw(f"is altered: {str(error).partition(chr(10))[0]}", is_plain=False)
+            return Flaw(f"is altered: {str(error).partition(chr(10))[0]}", is_seen_by_run=False)
 
     def _schema_flaw(self, path: pathlib.Path) -> str | None:
         schema = pq.read_schema(absolute(path)).remove_metadata()

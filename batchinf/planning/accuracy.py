@@ -9,7 +9,7 @@ _SMALL_BYTES = 4 * GIB  # of weights, below which the engine's Python limits the
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class SpeedRange:
     """Measured speeds of one kind of jobs, divided by the predicted ones."""
 
     kind: str
@@ -19,15 +19,15 @@ class Accuracy:
 
 # The lowest and the highest, rounded outwards, of the jobs on H100s and H200s in benchmarks/RESULTS.md, "Predictions
 # beside measurements".
-_RECURRENT = Accuracy("models with recurrent layers", 0.48, 0.67)
-_EXPERTS = Accuracy("models with experts", 0.94, 1.14)
-_PIPELINE = Accuracy("pipelines", 0.99, 1.09)
-_PROMPTS = Accuracy("jobs that only read prompts", 0.81, 1.03)
-_SMALL = Accuracy("models below 4 GiB", 0.73, 0.92)
-_OTHERS = Accuracy("dense models", 0.99, 1.09)
+_RECURRENT = SpeedRange("models with recurrent layers", 0.48, 0.67)
+_EXPERTS = SpeedRange("models with experts", 0.94, 1.14)
+_PIPELINE = SpeedRange("pipelines", 0.99, 1.09)
+_PROMPTS = SpeedRange("jobs that only read prompts", 0.81, 1.03)
+_SMALL = SpeedRange("models below 4 GiB", 0.73, 0.92)
+_OTHERS = SpeedRange("dense models", 0.99, 1.09)
 
 
-def accuracy_of(fit: Fit, work: Workload) -> Accuracy:
+def accuracy_of(fit: Fit, work: Workload) -> SpeedRange:
     """Of the kind of this model, at its degrees, and of this work."""
     shape = shape_of(fit.needs)
     cache = fit.needs.kv_cache

@@ -15,9 +15,9 @@ from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, max_model_len
 from batchinf.model.image_tokens import ImageSize, image_tokens
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.images import read_images, shared_ids, with_rendered
+from batchinf.prompts.images import RenderedPrompt, read_images, shared_ids, with_rendered
 from batchinf.prompts.media import ImageLoader
-from batchinf.records import Prompt, RenderedPrompt
+from batchinf.records import Prompt
 from batchinf.spec.input import InputSpec
 
 _UNKNOWN: ImageSize = (0, 0)  # of images of URLs, which are not fetched

@@ -10,7 +10,7 @@ from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
-from batchinf.prompts.openai.lines import LineReader
+from batchinf.prompts.openai.lines import BodyReader
 from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, BatchRequest
 from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_sampling import RowSampling
@@ -40,7 +40,7 @@ class PromptBuilder:
         begun_at: str | None = None,
         *,
         output_room: int = 1,
-        reader: LineReader[BatchRequest] | None = None,
+        reader: BodyReader[BatchRequest] | None = None,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
         output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a

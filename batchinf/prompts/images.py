@@ -12,7 +12,7 @@ from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import counted, name_type, shorten
 from batchinf.prompts.chat import ChatTemplate, Message
 from batchinf.prompts.encoder import Encoder
-from batchinf.records import Prompt, RenderedPrompt, Span
+from batchinf.records import IntArray, Prompt, Span
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
 _TOO_MANY = "a text must not spell it beside the places of the images"
@@ -57,6 +57,20 @@ def _is_empty(value: object, column: str) -> bool:
         return not sources_of(value, column)
     except RowFailed:  # it has a value, though not an image
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt with images as an engine has made it ready."""
+
+    token_ids: list[int]
+    """With all tokens of an image in place of its placeholder."""
+    image_positions: IntArray
+    """See `Prompt.image_positions`."""
+    num_bytes: int
+    """Of the tensors."""
+    for_ids: Callable[[list[int]], Any]
+    """Makes `Request.rendered` for ids that begin with `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)

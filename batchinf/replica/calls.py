@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted
-from batchinf.records import Completion, ParsedAnswer, Request, ToolCall
+from batchinf.engines.protocol import ParsedAnswer
+from batchinf.records import Completion, Request, ToolCall
 
 INVALID = "invalid_tool_call"
 # The length of ids in the chat templates of Mistral, which take no other ids.

@@ -18,7 +18,8 @@ from batchinf.base import faults
 from batchinf.base.errors import RowError
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request, Result
+from batchinf.prompts.images import RenderedPrompt
+from batchinf.records import Int64Array, Lease, Prompt, Request, Result
 from batchinf.replica.images import ImagePrompts, Render
 from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source

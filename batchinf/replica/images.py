@@ -22,9 +22,9 @@ from batchinf.base.paths import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.output.open_lease import KnownImages, OpenLease
-from batchinf.prompts.images import read_images, shared_ids, with_rendered
+from batchinf.prompts.images import RenderedPrompt, read_images, shared_ids, with_rendered
 from batchinf.prompts.media import ImageLoader
-from batchinf.records import Prompt, RenderedPrompt
+from batchinf.records import Prompt
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from batchinf.engines.protocol import EngineInfo, EngineStats, RayGroup
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import Retry
 from batchinf.model.lora import Adapter
-from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
+from batchinf.records import Lease, Part
+from batchinf.schedule.shards import Extent
 
 Key = tuple[int, int, int]  # of a lease: `Lease.key`
 
@@ -183,7 +185,7 @@ class LeaseBegun:
 class LeaseDone:
     """All rows of a lease are finished. A whole shard is a part in `staging/`; the journal has any other lease."""
 
-    lease: Key
+    lease: Lease
     num_rows: int
     """Its output rows that `Progress` has counted."""
     errors: dict[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.storage import Folder
-from batchinf.engines.protocol import Engine
+from batchinf.engines.protocol import Engine, EngineInfo
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_fields
 from batchinf.manifest.columns import Columns
@@ -21,14 +21,14 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import EngineInfo, Lease, Part
+from batchinf.records import Lease, Part
 from batchinf.replica.answers import Detokenizer, answers_of
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.worker import Worker, window
-from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
+from batchinf.replica.writer import Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import RULES_OF_ATTEMPTS
@@ -110,7 +110,6 @@ class Pipeline:
             emit=self.emit,
             checkpoint_interval_s=self._spec.checkpoint_interval_s,
             is_mirrored=self._spec.output.is_bucket,
-            room=WIDE if self.task.has_wide_results else USUAL,
         )
         feeder = Feeder(
             source=self.source,

@@ -62,7 +62,7 @@ class Worker:
         """Journal, admit nothing more, finish running requests for at most `drain_s` seconds, and let `run` return."""
         deadline = time.monotonic() + drain_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-        self.writer.tick_soon()
+        self.writer.checkpoint_soon()
         self.feeder.stop()
 
     def progress(self) -> Progress:

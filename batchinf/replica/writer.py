@@ -13,9 +13,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from batchinf.base import faults
+from batchinf.output.checkpoints import next_journal_at
 from batchinf.output.counts import count_errors
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.ticks import next_journal_at
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.answers import Answer, Answers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
@@ -28,23 +28,14 @@ _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Limits of the writer."""
-
-    max_bytes: int
-    """Of results that are in no segment. If they take more, they are journalled before the checkpoint."""
-    num_closers: int
-    """Parts written at one time."""
-
-
-USUAL = Room(max_bytes=96 << 20, num_closers=1)
-
-
+# If results that are in no segment take more, they are journalled before the checkpoint.
+_MOST_BYTES = 96 << 20
+# Parts written at one time.
+_NUM_CLOSERS = 1
 # For results of 256 KB each. A shard has a few hundred of them, and two or three shards are open at once. With this
 # much memory, each result is written only once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
 _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-WIDE = Room(max_bytes=(128 << 20) * (1 + _WIDE_CLOSERS), num_closers=_WIDE_CLOSERS)
+_WIDE_BYTES = (128 << 20) * (1 + _WIDE_CLOSERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ class Finished:
 
 
 @dataclass(slots=True, eq=False)
-class Closing:
+class _Closing:
     """A finished shard whose part is being written."""
 
     lease: OpenLease
@@ -68,7 +59,7 @@ class Closing:
 
 
 @dataclass(slots=True)
-class WriterTotals:
+class _WriterTotals:
     """Output rows stored since the worker started."""
 
     num_rows: int = 0
@@ -94,19 +85,21 @@ class Writer(threading.Thread):
     emit: Callable[[Event], None]
     checkpoint_interval_s: float
     is_mirrored: bool = False
-    """Whether the journal goes to a bucket: see `output.ticks`."""
-    room: Room = USUAL
+    """Whether the journal goes to a bucket: see `output.checkpoints`."""
 
     def __post_init__(self) -> None:
         super().__init__(name="writer", daemon=True)
-        self._next_tick = self._tick_after(time.monotonic(), 0.0)
-        self._ticks_soon = threading.Event()
+        self._next_checkpoint = self._checkpoint_after(time.monotonic(), 0.0)
+        self._checkpoint_is_due = threading.Event()
         self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
-        self._closer = ThreadPoolExecutor(self.room.num_closers, thread_name_prefix="closer")
-        self._closing: list[Closing] = []
+        has_wide_results = self.task.has_wide_results
+        self._max_bytes = _WIDE_BYTES if has_wide_results else _MOST_BYTES
+        num_closers = _WIDE_CLOSERS if has_wide_results else _NUM_CLOSERS
+        self._closer = ThreadPoolExecutor(num_closers, thread_name_prefix="closer")
+        self._closing: list[_Closing] = []
         self._is_stopping = False
-        self.totals = WriterTotals()
+        self.totals = _WriterTotals()
         self.error: BaseException | None = None
 
     def track(self, lease: OpenLease) -> None:
@@ -117,9 +110,9 @@ class Writer(threading.Thread):
             self.totals.num_inputs += lease.counted_shares
             self.totals.errors = self.totals.errors + lease.counted_errors
 
-    def tick_soon(self) -> None:
+    def checkpoint_soon(self) -> None:
         """Journal now, without waiting for the interval; once more if that is being done already."""
-        self._ticks_soon.set()
+        self._checkpoint_is_due.set()
 
     def finish(self) -> None:
         """Store all that is in the queue, close finished shards, journal the rest, and end."""
@@ -134,7 +127,7 @@ class Writer(threading.Thread):
         try:
             while self._turn():
                 pass
-            self._tick()
+            self._checkpoint()
             self._keep_closing()
         except BaseException as error:
             self.error = error
@@ -142,8 +135,8 @@ class Writer(threading.Thread):
     def _turn(self) -> bool:
         # Read the flag before the queue: all that was in the queue when it was set is stored before the end.
         is_last = self._is_stopping
-        wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
-        is_behind = self._closing_bytes() > self.room.max_bytes
+        wait_s = min(_GATHER_S, max(0.0, self._next_checkpoint - time.monotonic()))
+        is_behind = self._closing_bytes() > self._max_bytes
         if is_behind:
             # Take nothing: the queue fills up, and admission waits.
             items = []
@@ -152,14 +145,14 @@ class Writer(threading.Thread):
             items = self.finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
-        if self._ticks_soon.is_set() or time.monotonic() >= self._next_tick:
-            self._ticks_soon.clear()  # before the tick, which has none of the results that come meanwhile
+        if self._checkpoint_is_due.is_set() or time.monotonic() >= self._next_checkpoint:
+            self._checkpoint_is_due.clear()  # before the checkpoint, which has none of the results that come meanwhile
             started = time.monotonic()
-            self._tick()
+            self._checkpoint()
             self._keep_closing()
-            self._next_tick = self._tick_after(started, self._spare_s(time.monotonic() - started))
-        elif self._unjournalled_bytes() > self.room.max_bytes:
-            self._tick()
+            self._next_checkpoint = self._checkpoint_after(started, self._spare_s(time.monotonic() - started))
+        elif self._unjournalled_bytes() > self._max_bytes:
+            self._checkpoint()
         self._close_finished()
         self._raise_closing()
         return bool(items) or is_behind or not is_last
@@ -197,21 +190,21 @@ class Writer(threading.Thread):
         with self._lock:
             return sum(lease.unjournalled_bytes for lease in self._open.values())
 
-    def _tick(self) -> None:
+    def _checkpoint(self) -> None:
         with self._lock:
             leases = list(self._open.values())
-        faults.point("writer.tick")
+        faults.point("writer.checkpoint")
         for lease in leases:
-            lease.tick()
+            lease.checkpoint()
 
-    def _tick_after(self, started: float, spare_s: float) -> float:
+    def _checkpoint_after(self, started: float, spare_s: float) -> float:
         if self.is_mirrored:
             return next_journal_at(started, self.checkpoint_interval_s, spare_s)
         return started + self.checkpoint_interval_s - spare_s
 
-    def _spare_s(self, tick_s: float) -> float:
-        """Seconds by which the next tick begins early, so that its results are durable at the end of the interval."""
-        return min(2 * tick_s, self.checkpoint_interval_s / 2) + min(_GATHER_S, self.checkpoint_interval_s / 10)
+    def _spare_s(self, checkpoint_s: float) -> float:
+        """Seconds by which the next checkpoint begins early: its results are durable at the end of the interval."""
+        return min(2 * checkpoint_s, self.checkpoint_interval_s / 2) + min(_GATHER_S, self.checkpoint_interval_s / 10)
 
     def _keep_closing(self) -> None:
         """Journal finished shards whose parts are still being written. Otherwise a crash costs more on a slow disk."""
@@ -231,24 +224,24 @@ class Writer(threading.Thread):
         for lease in leases:
             if lease.lease.is_whole:
                 num_bytes = lease.unjournalled_bytes
-                self._closing.append(Closing(lease, self._closer.submit(self._close, lease), num_bytes))
+                self._closing.append(_Closing(lease, self._closer.submit(self._close, lease), num_bytes))
             else:
                 self._store_lease(lease)
 
     def _store_lease(self, lease: OpenLease) -> None:
         """Journal a finished lease: another replica may make the part of its shard."""
         faults.point("writer.store_lease")
-        lease.tick()
+        lease.checkpoint()
         lease.close()
         faults.point("writer.stored_lease")
-        self.emit(LeaseDone(lease.key, lease.num_counted, dict(lease.counted_errors)))
+        self.emit(LeaseDone(lease.lease, lease.num_counted, dict(lease.counted_errors)))
 
     def _close(self, shard: OpenLease) -> None:
         faults.point("writer.close")
         part = self.write_part(shard)
         shard.close()
         faults.point("writer.closed")
-        self.emit(LeaseDone(shard.key, shard.num_counted, dict(shard.counted_errors), part))
+        self.emit(LeaseDone(shard.lease, shard.num_counted, dict(shard.counted_errors), part))
 
     def _raise_closing(self) -> None:
         done = [closing for closing in self._closing if closing.future.done()]

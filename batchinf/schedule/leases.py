@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.records import BoolArray, Extent, Lease
-from batchinf.schedule.shards import rows_of_shards, shard_at
+from batchinf.records import BoolArray, Lease
+from batchinf.schedule.shards import Extent, rows_of_shards, shard_at
 
 # Few rows are left when they would fill the window of each replica fewer times than this: two windows are what a
 # replica holds before, and the third is still to be shared.

@@ -11,8 +11,8 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
-from batchinf.records import BoolArray, Extent, Int64Array, Lease, Shard
-from batchinf.schedule.shards import shard_at, total_rows, total_shards
+from batchinf.records import BoolArray, Int64Array, Lease, Shard
+from batchinf.schedule.shards import Extent, shard_at, total_rows, total_shards
 
 
 class ShardRows:

@@ -6,11 +6,13 @@ Everything is arithmetic over a few extents, so 100 million rows take no more me
 import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.records import Extent, Shard
+from batchinf.base.json_types import Count, JsonText, PositiveCount
+from batchinf.records import Shard
 
 PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
@@ -18,6 +20,26 @@ MAX_ROWS_PER_SHARD = 50_000
 SHARDS_PER_REPLICA = 16
 # Smaller shards make many small files. Replicas share the rows of a shard, so they do not end a job sooner.
 SMALL_SHARD_ROWS = 320
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Rows that were taken in together, with their own cuts. Later rows make a new extent, so earlier cuts never move.
+
+    The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
+    replicas end together. The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source.
+    """
+
+    start: Count
+    """The first place in the run order."""
+    num_rows: Count
+    rows_per_shard: PositiveCount
+    first_shard: Count
+    """Index of the first shard."""
+    first_row: Count
+    stop_row: Count
+    positions: JsonText | None = None
+    """Digest of the file with the chosen rows in run order; None if all were chosen and run by position."""
 
 
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:

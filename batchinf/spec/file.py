@@ -110,11 +110,6 @@ class SpecFile:
         """An error about one field, for checks that need more than the spec itself."""
         return SpecError(self.line(field, message))
 
-    def check_folder(self, command: str, instead: str) -> None:
-        """Raise SpecError if the output is in a bucket. command: the one that needs a folder. instead: what to do."""
-        if self.spec.output.is_bucket:
-            raise self.error("output.path", f"batchinf {command} does not work with a bucket yet; {instead}")
-
 
 def with_task(file: SpecFile, task: str) -> SpecFile:
     """The spec with this task. Raises SpecError if the rest of the spec does not fit the task."""

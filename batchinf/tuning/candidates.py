@@ -10,7 +10,7 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown
+from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown, values
 from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import naming_lines
 from batchinf.model.memory import Fit, fit_of, share_of
@@ -79,7 +79,7 @@ class _Start:
         size = backend.device_size(devices[0]) if devices else (None, "")
         fit = fit_of(resolve(spec.model), spec, *size, limits_of=task.default_batch_limits)
         chosen = chosen_arguments(spec, fit, task, 1, shared_share=share)
-        return cls(spec, len(devices), fit, {**fit.limits, **chosen.engine})
+        return cls(spec, len(devices), fit, {**fit.limits, **values(chosen)})
 
     @property
     def replicas_per_device(self) -> int:

@@ -97,8 +97,9 @@ def tune_job(
 
     Raises UserError if the spec as it is cannot run, or not within the budget.
     """
-    if out is None:
-        file.check_folder("tune", "give the trials a folder here with --out")
+    if out is None and file.spec.output.is_bucket:
+        words = "batchinf tune does not work with a bucket yet; give the trials a folder here with --out"
+        raise file.error("output.path", words)
     dimensions = [named_by_user(file.spec, text) for text in tries] or left_open(file, backend)
     if not dimensions:
         raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "

@@ -282,8 +282,8 @@ def test_one_flipped_bit_anywhere_in_a_part_is_found(out: pathlib.Path) -> None:
         flaw = parts.flaw(place, line, is_deep=True)
         assert flaw is not None, f"seed {seed}: byte {byte}, bit {bit}"
         assert flaw.what
-        num_plain += flaw.is_plain
-        assert (changed_parts(folder, state) == [8]) == flaw.is_plain, f"seed {seed}: byte {byte}, bit {bit}"
+        num_plain += flaw.is_seen_by_run
+        assert (changed_parts(folder, state) == [8]) == flaw.is_seen_by_run, f"seed {seed}: byte {byte}, bit {bit}"
         path.write_bytes(data)
     assert 0 < num_plain < len(places)
     assert parts.flaw(place, line, is_deep=True) is None
@@ -341,12 +341,12 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     line, place = state.parts[1], shard_at(state.extents, 1)
     parts = parts_of(Folder(out), state)
     found = parts.flaw(place, replace(line, digest="0" * 32), is_deep=True)
-    assert found == proof.Flaw("is altered: its bytes are not those that were written", is_plain=False)
+    assert found == proof.Flaw("is altered: its bytes are not those that were written", is_seen_by_run=False)
     found = parts.flaw(place, replace(line, num_output_tokens=1), is_deep=False)
     assert found is not None
     assert "its footer has num_output_tokens" in found.what
     found = replace(parts, num_samples=2).flaw(place, line, is_deep=False)
-    assert found == proof.Flaw("has 5 rows, but must have 10", is_plain=False)
+    assert found == proof.Flaw("has 5 rows, but must have 10", is_seen_by_run=False)
 
 
 @pytest.mark.parametrize(
@@ -585,13 +585,13 @@ def test_a_segment_torn_or_flipped_at_any_byte_is_left_out(halved: pathlib.Path,
     places = [*range(80), *chance.sample(range(len(data)), min(len(data), 200))]
     for place in places:
         path.write_bytes(data[:place])
-        assert path.name in journal.recover(shard).damaged
+        assert path.name in journal.recover(shard)[1]
         path.write_bytes(data)
         flip(path, place, chance.randrange(8))
         # The header's eight spare bytes are under its checksum as well.
-        assert path.name in journal.recover(shard).damaged
+        assert path.name in journal.recover(shard)[1]
         path.write_bytes(data)
-    assert path.name not in journal.recover(shard).damaged
+    assert path.name not in journal.recover(shard)[1]
 
 
 def test_a_journal_without_a_manifest_is_nobodys(halved: pathlib.Path, copy: Any) -> None:

@@ -226,8 +226,8 @@ def test_a_config_without_the_fields_says_what_is_unknown(tmp_path: pathlib.Path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a new one"}))
     done = jobs.run("plan", str(tmp_path), "--gpu", "h200", "--context", "512")
     assert done.returncode == 2
-    assert "a new one" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    lines = [line for line in done.stderr.splitlines() if not line.endswith(" …")]  # of slow steps
+    assert len(lines) == 1 and "a new one" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.status import InputCopies, JobState, StatusReport, _load, job_status
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.manifest.lines import EndedReplica, Lost
+from batchinf.manifest.lines import EndedReplica, Lost, StartedReplica
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
-from batchinf.records import StartedReplica
 
 HOST = os.uname().nodename
 

@@ -28,8 +28,9 @@ from batchinf.fleet.fleet import Fleet, full_message, last_error
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
+from batchinf.manifest.lines import StartedReplica
 from batchinf.output.journal import Journal
-from batchinf.records import Lease, Part, StartedReplica
+from batchinf.records import Lease, Part
 from batchinf.replica.in_flight import RECORD_BYTES
 from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.spec.job import JobSpec
@@ -52,7 +53,7 @@ def num_journalled(out: pathlib.Path) -> int:
     state = jobs.state_of(out)
     task = task_of(JobSpec.model_validate(state.header.spec))
     journal = Journal(Folder(out), "test", task.result_schema)
-    return sum(s.table().num_rows for shard in range(len(state.committed)) for s in journal.recover(shard).segments)
+    return sum(s.table().num_rows for shard in range(len(state.committed)) for s in journal.recover(shard)[0])
 
 
 def is_at_work(out: pathlib.Path) -> bool:
@@ -410,11 +411,11 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
         lease = Lease(7, 70, 71)
         replica.give([lease, Lease(8, 80, 81)])
         part = Part(shard=7, num_rows=1, num_bytes=1, digest="")
-        other_end.send(LeaseDone(lease.key, 1, part=part))
+        other_end.send(LeaseDone(lease, 1, part=part))
         other_end.send(Failed("OSError", "the cause", 1))
     [ended] = fleet.reap()
     [finished] = ended.finished
-    assert (finished.lease, finished.incarnation, finished.part) == (lease, "000001.0000", part)
+    assert (finished.lease, finished.part) == (lease, dataclasses.replace(part, replica=0, incarnation="000001.0000"))
     assert ended.leases == (Lease(8, 80, 81),)
     assert ended.cause == replica.cause == "the cause"
     assert not (replica.is_live or fleet.handles)

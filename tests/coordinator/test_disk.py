@@ -337,7 +337,7 @@ def test_a_disk_that_goes_on_failing(tmp_path: pathlib.Path) -> None:
 def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
     """A whole shard that waits for its part is in the journal when the interval is over."""
     out, marker = tmp_path / "out", tmp_path / "held"
-    # None of its rows is journalled before it is whole: the first tick finds it waiting.
+    # None of its rows is journalled before it is whole: the first checkpoint finds it waiting.
     spec = jobs.spec_of(tmp_path, parallel=ONE_REPLICA, output={"rows_per_shard": 40}, checkpoint_interval_s=6)
     process = jobs.start("run", spec, faults=f"parts.before_fsync=hold {marker}")
     jobs.wait_until(lambda: marker.exists() or process.poll() is not None, 120)
@@ -358,7 +358,7 @@ def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
 def num_journalled(out: pathlib.Path, shard: int) -> int:
     state = jobs.state_of(out)
     journal = Journal(Folder(out), "test", task_of(JobSpec.model_validate(state.header.spec)).result_schema)
-    return sum(segment.table().num_rows for segment in journal.recover(shard).segments)
+    return sum(segment.table().num_rows for segment in journal.recover(shard)[0])
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands import check
 from batchinf.manifest.state import read_state
-from batchinf.records import Extent
-from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.schedule.shards import Extent, total_rows, total_shards
 from batchinf.source.cache import load_entries
 
 

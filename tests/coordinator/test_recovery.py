@@ -49,7 +49,7 @@ POINTS = (
     "feeder.read:3",
     "worker.store:3",
     "writer.store:1",  # how many more there are in one process depends on the time
-    "writer.tick:2",
+    "writer.checkpoint:2",
     "writer.close:1",
     "writer.closed:1",
     "coordinator.before_assign:4",

@@ -23,6 +23,8 @@ from batchinf.source.repairs import RepairedRows, RepairedSource
 from batchinf.source.rows import open_source
 from batchinf.spec.file import read_spec
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 NUM_ROWS = 24
 BROKEN = (2, 5, 6, 13, 20, 23)  # without a prompt
 Lines = Sequence[tuple[str, str, str]]

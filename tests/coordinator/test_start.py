@@ -19,8 +19,8 @@ from batchinf.coordinator import start
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.manifest.commit_log import read_lines
+from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.state import read_beginning, read_state
-from batchinf.records import StartedReplica
 
 NUM_ROWS = 80
 OUTPUT = {"rows_per_shard": 8}

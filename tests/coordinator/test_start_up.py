@@ -9,8 +9,8 @@ from fleets import fleet_of
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineInfo
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_defaults import Chosen
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
@@ -18,7 +18,6 @@ from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
 from batchinf.model.memory import fit_of
 from batchinf.model.model import resolve
-from batchinf.records import EngineInfo
 from batchinf.replica.messages import Launch, Ready
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -115,7 +114,6 @@ def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launch
         epoch=1,
         slots=[Slot(0, ("0",), ())],
         settings=settings,
-        chosen=Chosen({}),
     )
 
 

@@ -33,7 +33,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from batchinf.base.errors import RowFailed
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Prompt, RenderedPrompt, Result
+from batchinf.prompts.images import RenderedPrompt
+from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
@@ -275,6 +276,7 @@ def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:
     return [field.data for item in prompt.for_ids([])["mm_kwargs"]["image"] for field in item.values()]
 
 
+@pytest.mark.usefixtures("quick_vllm_replicas")
 def test_lengths_before_a_start_are_those_of_the_engine(
     tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
 ) -> None:

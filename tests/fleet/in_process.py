@@ -23,8 +23,8 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
 from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, LeaseBegun, Stop
@@ -41,7 +41,7 @@ class ThreadReplica:
         self, launch: Launch, has_events: threading.Condition, *, is_lost_later: bool, loses_host: bool = False
     ) -> None:
         self.incarnation = launch.incarnation
-        self.identity: dict[str, Any] = {"thread": launch.incarnation}
+        self.reference: dict[str, Any] = {"thread": launch.incarnation}
         self.is_closed = False
         self.events: list[Event] = []
         self._launch, self._has_events = launch, has_events

@@ -9,10 +9,11 @@ import pytest
 from extents import extent_of_all
 from fleets import fleet_of
 
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.sharing.assignment import Assignment
-from batchinf.records import EngineInfo, EngineStats, Lease
+from batchinf.records import Lease
 from batchinf.replica.messages import (
     WARMING_UP,
     Assign,
@@ -88,7 +89,7 @@ class Bench:
     def finish(self, number: int) -> None:
         """A replica finishes its oldest lease."""
         lease = next(iter(self.leases(number).values()))
-        self.hear(number, LeaseDone(lease.key, 0))
+        self.hear(number, LeaseDone(lease, 0))
         if not lease.is_whole:
             self.assignment.note_stored(lease)
 

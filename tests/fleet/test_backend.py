@@ -15,7 +15,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
 from batchinf.fleet.engine_defaults import MEASUREMENT
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.records import StartedReplica
+from batchinf.manifest.lines import StartedReplica
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent

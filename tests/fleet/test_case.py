@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.quarantine import Case, Quarantine, case_of
 from batchinf.manifest.lines import Condemned, Suspects, record_line
 from batchinf.manifest.state import State
-from batchinf.records import EngineInfo, EngineStats, Lease
+from batchinf.records import Lease
 from batchinf.replica.messages import CONDEMNED, Assign, InFlightRequest, LeaseDone, Progress, Ready, Trial
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -248,7 +249,7 @@ class Job:
             del engine.leases[lease.key]
             self.world.stored |= set(range(lease.start, lease.stop))
             num_condemned = len(engine.condemned & set(range(lease.start, lease.stop)))
-            replica.hear(LeaseDone(lease.key, lease.num_rows, {CONDEMNED: num_condemned}), now=0.0, at=0.0)
+            replica.hear(LeaseDone(lease, lease.num_rows, {CONDEMNED: num_condemned}), now=0.0, at=0.0)
             self.is_done[lease.index] = True
             self.quarantine.forget(lease.index)
 

@@ -12,6 +12,7 @@ from extents import extent_of_all
 from headers import header_of
 
 from batchinf import records
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.local.channel import Channel
 from batchinf.replica import messages
 
@@ -36,11 +37,11 @@ MESSAGES = (
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
     messages.NoPlacement("each asks for 1 GPU"),
-    messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
-    messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
+    messages.Ready(EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
+    messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, EngineStats(3, 1, 0.5, 0, 7, 2)),
     messages.LeaseBegun((4, 40, 60), 17, 16),
-    messages.LeaseDone((4, 40, 60), 17, {"empty_prompt": 1}),
-    messages.LeaseDone((4, 40, 60), 17, {"empty_prompt": 1}, PART),
+    messages.LeaseDone(records.Lease(4, 40, 60), 17, {"empty_prompt": 1}),
+    messages.LeaseDone(records.Lease(4, 40, 60), 17, {"empty_prompt": 1}, PART),
     messages.Revoked(()),
     messages.Tried((1, 2)),
     messages.Failed("OSError", "no space left", 2),

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from batchinf.base.errors import EngineDeadError, UserError
+from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
-from batchinf.fleet.replica import FleetReplica, LeaseFinished, LeasesGivenBack
-from batchinf.records import EngineInfo, EngineStats, Lease, Part
+from batchinf.fleet.replica import FleetReplica, LeasesGivenBack
+from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Event,
     Failed,
@@ -92,10 +93,9 @@ def test_what_others_see_of_each_state(state: str) -> None:
     assert set(STATES) == {*LIVE, *OVER}
 
 
-def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseFinished:
-    return LeaseFinished(
-        replica=0, incarnation="000001.0001", lease=lease, num_rows=num_rows, errors={"refused": 1}, part=part
-    )
+def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseDone:
+    made = None if part is None else replace(part, replica=0, incarnation="000001.0001")
+    return LeaseDone(lease, num_rows, {"refused": 1}, made)
 
 
 # event: the action in a state in which the replica holds its leases, the action in the other states, and the state
@@ -107,10 +107,10 @@ EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
-    "stored": (LeaseDone(CUT.key, 5, {"refused": 1}), finished(CUT, 5), None, None),
-    "stored, of another": (LeaseDone((9, 90, 95), 5, {"refused": 1}), None, None, None),
-    "closed": (LeaseDone(WHOLE.key, 10, {"refused": 1}, PART), finished(WHOLE, 10, PART), None, None),
-    "closed, not held whole": (LeaseDone((4, 40, 50), 10, {}, replace(PART, shard=4)), None, None, None),
+    "stored": (LeaseDone(CUT, 5, {"refused": 1}), finished(CUT, 5), None, None),
+    "stored, of another": (LeaseDone(Lease(9, 90, 95), 5, {"refused": 1}), None, None, None),
+    "closed": (LeaseDone(WHOLE, 10, {"refused": 1}, PART), finished(WHOLE, 10, PART), None, None),
+    "closed, not held whole": (LeaseDone(Lease(4, 40, 50), 10, {}, replace(PART, shard=4)), None, None, None),
     "revoked": (Revoked((CUT.key, (9, 90, 95))), LeasesGivenBack([CUT]), LeasesGivenBack([]), None),
     "tried": (Tried((1,)), PASSES_ON, PASSES_ON, None),
     "failed": (FAILED, None, None, None),
@@ -134,14 +134,14 @@ def test_a_late_message_about_a_part_of_a_shard_is_not_about_the_whole() -> None
     """A lease was given back and stored by another replica; then this one was given the shard, to make its part."""
     replica = replica_in("up")
     first = Lease(WHOLE.index, WHOLE.start, WHOLE.start + 4, is_whole=False)
-    for event in (LeaseBegun(first.key, 4, 4), LeaseDone(first.key, 4)):
+    for event in (LeaseBegun(first.key, 4, 4), LeaseDone(first, 4)):
         replica.hear(event, now=1.0, at=1001.0)
     assert WHOLE in replica.current.leases.values()
     assert WHOLE in replica.unbegun
-    assert replica.hear(LeaseDone(WHOLE.key, 10, {"refused": 1}, PART), now=1.0, at=1001.0) == finished(WHOLE, 10, PART)
+    assert replica.hear(LeaseDone(WHOLE, 10, {"refused": 1}, PART), now=1.0, at=1001.0) == finished(WHOLE, 10, PART)
 
 
-@pytest.mark.parametrize("event", [LeaseDone(WHOLE.key, 10, {}), LeaseDone(WHOLE.key, 10, {}, PART)])
+@pytest.mark.parametrize("event", [LeaseDone(WHOLE, 10, {}), LeaseDone(WHOLE, 10, {}, PART)])
 def test_a_lease_is_finished_once(event: Event) -> None:
     replica = replica_in("up")
     assert replica.hear(event, now=1.0, at=0.0) is not None
@@ -154,7 +154,7 @@ def test_rows_and_errors_of_a_finished_lease_are_no_longer_open() -> None:
     assert replica.outstanding_rows == 15
     replica.hear(progress(12, errors=3), now=1.0, at=0.0)
     assert (replica.num_open_rows, replica.outstanding_rows, replica.open_errors.total()) == (12, 3, 3)
-    replica.hear(LeaseDone(WHOLE.key, 10, {"refused": 1}, PART), now=1.0, at=0.0)
+    replica.hear(LeaseDone(WHOLE, 10, {"refused": 1}, PART), now=1.0, at=0.0)
     assert (replica.num_open_rows, replica.outstanding_rows, replica.open_errors.total()) == (2, 3, 2)
 
 
@@ -306,9 +306,9 @@ def test_of_the_last_messages_only_parts_count_for_leases() -> None:
     replica = replica_in("up")
     events = (
         progress(15),
-        LeaseDone(CUT.key, 5),
+        LeaseDone(CUT, 5),
         Revoked((CUT.key,)),
-        LeaseDone(WHOLE.key, 10, {"refused": 1}, PART),
+        LeaseDone(WHOLE, 10, {"refused": 1}, PART),
         FAILED,
     )
     assert replica.hear_last(events, now=1.0, at=0.0) == (finished(WHOLE, 10, PART),)

@@ -11,7 +11,13 @@ import pytest
 from batchinf.base.errors import SpecError
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_defaults import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
+from batchinf.fleet.engine_defaults import (
+    chosen_arguments,
+    graph_sizes,
+    prompt_graph_sizes,
+    replicas_per_device,
+    values,
+)
 from batchinf.fleet.local.devices import slots_on
 from batchinf.fleet.local.environment import process_environment
 from batchinf.fleet.memory.engine_settings import EngineSettings, applies_to, kept
@@ -125,26 +131,26 @@ def test_replicas_of_the_first_round_have_devices_of_their_own() -> None:
 
 def test_engines_that_share_a_device_share_its_memory() -> None:
     spec = spec_of(parallel={"replicas_per_device": 3})
-    engine = chosen_arguments(spec, SMALL, task_of(spec), 3).engine
+    engine = values(chosen_arguments(spec, SMALL, task_of(spec), 3))
     assert engine["gpu_memory_utilization"] == 0.29
-    assert "gpu_memory_utilization" not in chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    assert "gpu_memory_utilization" not in values(chosen_arguments(spec, SMALL, task_of(spec), 1))
 
 
 def test_a_value_in_the_spec_wins_and_null_is_the_default_of_vllm() -> None:
     spec = spec_of(engine={"max_num_seqs": 300, "compilation_config": None, "worker_cls": "their.Worker"})
     chosen = chosen_arguments(spec, SMALL, task_of(spec), 1)
-    assert not chosen.engine
-    assert EngineSettings(spec, SMALL, None, chosen.engine).engine == spec.engine
+    assert not chosen
+    assert EngineSettings(spec, SMALL, None, chosen).engine == spec.engine
 
 
 def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
     spec = spec_of()
-    engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    engine = values(chosen_arguments(spec, SMALL, task_of(spec), 1))
     assert engine["max_num_seqs"] == max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 2048
     assert engine["worker_cls"] is None  # vLLM's own
     parted = spec_of(parallel={"tensor_parallel_size": 2})
-    assert "worker_cls" not in chosen_arguments(parted, SMALL, task_of(parted), 1).engine
-    engine = chosen_arguments(spec, LARGE, task_of(spec), 1).engine
+    assert "worker_cls" not in values(chosen_arguments(parted, SMALL, task_of(parted), 1))
+    engine = values(chosen_arguments(spec, LARGE, task_of(spec), 1))
     assert set(engine) == {"compilation_config"}
     assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024
 
@@ -152,18 +158,18 @@ def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
 @pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"])
 def test_the_specs_own_graphs_stay(name: str) -> None:
     spec = spec_of(engine={name: [1] if name.endswith("sizes") else 1})
-    assert "compilation_config" not in chosen_arguments(spec, LARGE, task_of(spec), 1).engine
+    assert "compilation_config" not in values(chosen_arguments(spec, LARGE, task_of(spec), 1))
 
 
 def test_a_batch_has_no_more_sequences_than_tokens() -> None:
     spec = spec_of(engine={"max_num_batched_tokens": 1024})
     fit = dataclasses.replace(SMALL, engine=spec.engine)
-    assert chosen_arguments(spec, fit, task_of(spec), 1).engine["max_num_seqs"] == 1024
+    assert values(chosen_arguments(spec, fit, task_of(spec), 1))["max_num_seqs"] == 1024
 
 
 def test_graphs_end_at_a_lowered_batch() -> None:
     spec = spec_of()
-    engine = EngineSettings(spec, SMALL, {"max_num_seqs": 100}, chosen_arguments(spec, SMALL, task_of(spec), 1).engine)
+    engine = EngineSettings(spec, SMALL, {"max_num_seqs": 100}, chosen_arguments(spec, SMALL, task_of(spec), 1))
     assert max(engine.engine["compilation_config"]["cudagraph_capture_sizes"]) <= 100
 
 
@@ -181,7 +187,7 @@ def never() -> float:
 
 def test_processors_get_no_graphs() -> None:
     for spec in (spec_of(), spec_of(task="embed")):
-        assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1, shared_share=never).engine
+        assert not values(chosen_arguments(spec, NO_DEVICE, task_of(spec), 1, shared_share=never))
 
 
 @pytest.mark.parametrize(
@@ -189,14 +195,14 @@ def test_processors_get_no_graphs() -> None:
 )
 def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: dict[str, Any]) -> None:
     spec = spec_of(**sections)
-    engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    engine = values(chosen_arguments(spec, SMALL, task_of(spec), 1))
     assert engine == {
         "compilation_config": {"cudagraph_capture_sizes": prompt_graph_sizes(16384)},
         "async_scheduling": True,
         "additional_config": {WHOLE_STEPS: True},
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
     }
-    two = chosen_arguments(spec, SMALL, task_of(spec), 2).engine
+    two = values(chosen_arguments(spec, SMALL, task_of(spec), 2))
     assert two == {**engine, "gpu_memory_utilization": 0.44}
 
 
@@ -206,7 +212,7 @@ def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: d
 )
 def test_vectors_have_graphs_of_pieces_with_settings_that_whole_steps_do_not_allow(engine: dict[str, Any]) -> None:
     spec = spec_of(task="embed", engine=engine)
-    assert set(chosen_arguments(spec, SMALL, task_of(spec), 1).engine) == {"compilation_config", "async_scheduling"}
+    assert set(values(chosen_arguments(spec, SMALL, task_of(spec), 1))) == {"compilation_config", "async_scheduling"}
 
 
 def with_config(**changed: Any) -> Fit:
@@ -237,14 +243,14 @@ def with_states() -> Fit:
 )
 def test_models_and_gpus_without_whole_steps_have_graphs_of_pieces(fit: Fit, large_input: str) -> None:
     spec, score = spec_of(large_input, task="embed"), spec_of(large_input, **SCORE)
-    assert set(chosen_arguments(spec, fit, task_of(spec), 1).engine) == {"compilation_config", "async_scheduling"}
-    assert not chosen_arguments(score, fit, task_of(score), 1).engine
+    assert set(values(chosen_arguments(spec, fit, task_of(spec), 1))) == {"compilation_config", "async_scheduling"}
+    assert not values(chosen_arguments(score, fit, task_of(score), 1))
     assert number(spec, fit) == number(score, fit) == 2
 
 
 def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
     spec = spec_of(**SCORE)
-    engine = chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never).engine
+    engine = values(chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never))
     assert engine == {
         "additional_config": {WHOLE_STEPS: True},
         "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": prompt_graph_sizes(16384)},
@@ -277,7 +283,7 @@ def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
 )
 def test_other_prompts_are_computed_as_vllm_does(fit: Fit, sections: dict[str, Any]) -> None:
     spec = spec_of(**sections)
-    assert not chosen_arguments(spec, fit, task_of(spec), 1, shared_share=never).engine
+    assert not values(chosen_arguments(spec, fit, task_of(spec), 1, shared_share=never))
 
 
 @pytest.mark.parametrize(
@@ -296,13 +302,13 @@ def test_the_prefix_cache_is_off_where_prompts_begin_differently(
 ) -> None:
     spec = spec_of(task="embed", engine=engine)
     shared_share = share if callable(share) else lambda: share
-    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=shared_share).engine
+    chosen = values(chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=shared_share))
     assert chosen.get("enable_prefix_caching") is expected
 
 
 def test_a_task_that_generates_keeps_the_prefix_cache() -> None:
     spec = spec_of()
-    assert "enable_prefix_caching" not in chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never).engine
+    assert "enable_prefix_caching" not in values(chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never))
 
 
 @pytest.mark.parametrize("most", [1, 100, 2048, 5000, 16384, 32768])
@@ -316,7 +322,7 @@ def test_graph_sizes_of_prompts_end_at_the_largest_step(most: int) -> None:
 def test_graphs_of_prompts_end_at_a_lowered_step() -> None:
     for sections in ({"task": "embed"}, SCORE):
         spec = spec_of(**sections)
-        chosen = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+        chosen = chosen_arguments(spec, SMALL, task_of(spec), 1)
         for lowered, most in (
             ({"max_num_seqs": 100}, 16384),
             ({"max_num_batched_tokens": 4096}, 4096),
@@ -324,7 +330,7 @@ def test_graphs_of_prompts_end_at_a_lowered_step() -> None:
         ):
             graphs = EngineSettings(spec, SMALL, lowered, chosen).engine["compilation_config"]
             assert graphs["cudagraph_capture_sizes"][-1] == most
-            assert graphs.keys() == chosen["compilation_config"].keys()
+            assert graphs.keys() == values(chosen)["compilation_config"].keys()
 
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300, 1024, 2048])
@@ -337,7 +343,7 @@ def test_graph_sizes_end_at_the_batch(most: int) -> None:
 
 def test_a_step_down_starts_from_the_chosen_values() -> None:
     spec = spec_of()
-    settings = EngineSettings(spec, SMALL, None, chosen_arguments(spec, SMALL, task_of(spec), 1).engine)
+    settings = EngineSettings(spec, SMALL, None, chosen_arguments(spec, SMALL, task_of(spec), 1))
     lowered = step_down(settings.engine, OutOfMemory("batch", "CUDA out of memory"), SMALL)
     assert effective(settings.engine, SMALL)["max_num_seqs"] == 2048 and lowered is not None
     launched = JobSpec.model_validate_json(settings.launch_spec("000001.0001"))

@@ -10,11 +10,12 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.coordinator.ending import Summary
-from batchinf.fleet.speed import StartedEngine, bottleneck
+from batchinf.engines.protocol import EngineInfo
+from batchinf.fleet.speed import bottleneck
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
+from batchinf.manifest.lines import Bottleneck, Speed
 from batchinf.manifest.state import read_state
-from batchinf.records import Bottleneck, EngineInfo, Speed
 
 pytestmark = pytest.mark.usefixtures("quick_replicas")
 
@@ -22,7 +23,7 @@ QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 
 def engines(**settings: Any) -> dict[int, Any]:
-    return {0: StartedEngine.of(EngineInfo(4096, 100, 1, "", {}, settings))}
+    return {0: EngineInfo(4096, 100, 1, "", {}, settings)}
 
 
 def looks(

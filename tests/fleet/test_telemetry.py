@@ -11,10 +11,10 @@ from test_placement import GIB, install
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.engines.protocol import EngineStats
 from batchinf.fleet.local.devices import NvmlWatch
 from batchinf.fleet.status import ReplicaLook, Telemetry, read_looks
 from batchinf.manifest.names import TELEMETRY_FOLDER
-from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
 PROGRESS = Progress(10, {"refused": 1}, 200, 300, 7, 5, 0.25, EngineStats(3, 2, 0.5, 1, 40, 30), num_waiting=4)

@@ -28,7 +28,8 @@ from batchinf.manifest.lock import LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import read_state
-from batchinf.records import Extent, Part
+from batchinf.records import Part
+from batchinf.schedule.shards import Extent
 from batchinf.source.files import InputLocation
 from batchinf.source.row_hash import is_in_share, row_hashes
 from batchinf.source.rows import Source, open_source

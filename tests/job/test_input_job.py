@@ -13,6 +13,8 @@ import stores
 import batchinf
 import jobs
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 ONE = {"parallel": {"data_parallel_size": 1}}
 
 

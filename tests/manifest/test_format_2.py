@@ -12,9 +12,9 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.events import read_events
-from batchinf.manifest.lines import Platform, part_line
+from batchinf.manifest.lines import Platform, StartedReplica, part_line
 from batchinf.manifest.state import State, read_state
-from batchinf.records import Part, StartedReplica
+from batchinf.records import Part
 
 AT = "2026-01-01T00:00:00+00:00"
 SPEED = {"run_s": 9.0, "work_s": 5.0, "prompt_tokens_per_s": 2.0, "output_tokens_per_s": 1.0}

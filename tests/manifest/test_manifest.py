@@ -21,16 +21,20 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lines import (
     Beginning,
+    Bottleneck,
     Chosen,
     Condemned,
     Done,
     EndedReplica,
+    InputJob,
     Lost,
     Lowered,
     ModelFiles,
     Platform,
     Recovered,
     Retry,
+    Speed,
+    StartedReplica,
     Suspects,
     part_line,
     read_line,
@@ -40,8 +44,8 @@ from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, last_epoch, read_beginning, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, OLDEST_VERSION
-from batchinf.records import Bottleneck, Extent, InputJob, Lease, Part, PartCounts, Speed, StartedReplica
-from batchinf.schedule.shards import total_shards
+from batchinf.records import Lease, Part, PartCounts
+from batchinf.schedule.shards import Extent, total_shards
 
 HEADER = header_of(job_id="job", identity={"model": "é", "n": 1}, layout={"x": [1, None]}, spec={"y": 2.5})
 FIRST = extent_of_all(0, 100, 10, 0)

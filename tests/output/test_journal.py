@@ -46,9 +46,9 @@ def test_segments_of_all_incarnations_come_back(folder: Folder) -> None:
     }
     one.write(5, results(9))
     assert list(written) == ["000004-0-a-00000", "000004-1-b-00000", "000004-0-a-00001"]
-    found = Journal(folder, "2", SCHEMA).recover(4)
-    assert found.damaged == ()
-    assert {segment.name: segment.table() for segment in found.segments} == written
+    segments, damaged = Journal(folder, "2", SCHEMA).recover(4)
+    assert damaged == []
+    assert {segment.name: segment.table() for segment in segments} == written
 
 
 def test_results_that_are_in_no_part_are_counted(folder: Folder) -> None:
@@ -74,9 +74,9 @@ def test_keys(folder: Folder) -> None:
 def test_an_empty_segment_and_a_shard_without_any(folder: Folder) -> None:
     writer = Journal(folder, "a", SCHEMA)
     writer.write(0, SCHEMA.empty_table())
-    [segment] = writer.recover(0).segments
+    [segment] = writer.recover(0)[0]
     assert segment.table().num_rows == 0
-    assert writer.recover(1) == journal.RecoveredJournal((), ())
+    assert writer.recover(1) == ([], [])
 
 
 def test_a_segment_is_mapped_and_not_loaded(folder: Folder) -> None:
@@ -85,7 +85,7 @@ def test_a_segment_is_mapped_and_not_loaded(folder: Folder) -> None:
     segment = writer.write(0, pa.Table.from_batches([batch] * 4))
     del batch
     before, descriptors = pa.total_allocated_bytes(), len(os.listdir("/proc/self/fd"))
-    [segment] = writer.recover(0).segments
+    [segment] = writer.recover(0)[0]
     assert segment.table().take([5, 1 << 21]).column(0).to_pylist() == [5, 0]
     assert pa.total_allocated_bytes() - before < 1 << 20
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -103,9 +103,9 @@ def test_torn_anywhere(folder: Folder) -> None:
     # In its header, between the buffers of its columns, and in its last bytes.
     for length in sorted({*range(64), *range(64, size, 7), *range(size - 16, size)}, reverse=True):
         os.truncate(path, length)
-        found = writer.recover(0)
-        assert found.damaged == (torn.name,)
-        assert [segment.name for segment in found.segments] == [whole.name]
+        segments, damaged = writer.recover(0)
+        assert damaged == [torn.name]
+        assert [segment.name for segment in segments] == [whole.name]
 
 
 def test_any_flipped_bit(folder: Folder) -> None:
@@ -118,9 +118,9 @@ def test_any_flipped_bit(folder: Folder) -> None:
     with path.open("r+b", buffering=0) as file:
         for bit in bits:
             os.pwrite(file.fileno(), bytes([data[bit // 8] ^ 1 << bit % 8]), bit // 8)
-            assert writer.recover(0) == journal.RecoveredJournal((), (segment.name,))
+            assert writer.recover(0) == ([], [segment.name])
             os.pwrite(file.fileno(), data[bit // 8 :][:1], bit // 8)
-    assert len(writer.recover(0).segments) == 1
+    assert len(writer.recover(0)[0]) == 1
 
 
 def rewritten(data: bytes, place: int, new: bytes) -> bytes:
@@ -140,7 +140,7 @@ def test_a_header_of_another_kind(folder: Folder, place: int, new: bytes) -> Non
     data = path.read_bytes()
     assert rewritten(data, 0, b"batchinf") == data
     path.write_bytes(rewritten(data, place, new))
-    assert Journal(folder, "a", SCHEMA).recover(0).damaged == (segment.name,)
+    assert Journal(folder, "a", SCHEMA).recover(0)[1] == [segment.name]
 
 
 def test_foreign_content(folder: Folder) -> None:
@@ -150,10 +150,10 @@ def test_foreign_content(folder: Folder) -> None:
     folder.path("journal/000000-long-00000").write_bytes(data + b"\0")
     folder.path("journal/000000-text-00000").write_text("hello")
     folder.path("journal/000001-a-00000").write_bytes(data)
-    assert writer.recover(0).damaged == ("000000-long-00000", "000000-text-00000")
-    assert writer.recover(1).damaged == ("000001-a-00000",)
+    assert writer.recover(0)[1] == ["000000-long-00000", "000000-text-00000"]
+    assert writer.recover(1)[1] == ["000001-a-00000"]
     other = Journal(folder, "a", task_of(make_spec(n=2, logprobs=3)).result_schema)
-    assert segment.name in other.recover(0).damaged
+    assert segment.name in other.recover(0)[1]
 
 
 def test_an_unreadable_payload_with_fitting_checksums(folder: Folder) -> None:
@@ -162,7 +162,7 @@ def test_an_unreadable_payload_with_fitting_checksums(folder: Folder) -> None:
     new = len(payload).to_bytes(8, "little") + (2).to_bytes(8, "little") + xxhash.xxh3_128_digest(payload)
     path = path_of(folder, segment)
     path.write_bytes(rewritten(path.read_bytes()[:64], 16, new) + payload)
-    assert Journal(folder, "a", SCHEMA).recover(0).damaged == (segment.name,)
+    assert Journal(folder, "a", SCHEMA).recover(0)[1] == [segment.name]
 
 
 STRANGERS = ["000003", "000003-a", "000003-a-00000.bak", "x000003-a-00000", "3-a-00000", "000003-a b-00000", "README"]
@@ -176,7 +176,7 @@ def test_only_our_own_names_are_touched(folder: Folder) -> None:
         folder.path(f"journal/{name}").write_text("precious")
     folder.path("journal/000003-b-00000").write_text("damaged, but ours")
     assert list_shards(folder) == [3, 12, 1_234_567]
-    assert writer.recover(3).damaged == ("000003-b-00000",)
+    assert writer.recover(3)[1] == ["000003-b-00000"]
     drop(folder, {3: None, 4: None})
     assert list_shards(folder) == [12, 1_234_567]
     assert set(STRANGERS) <= set(folder.list("journal"))
@@ -187,7 +187,7 @@ def test_shards_of_seven_digits_are_not_mistaken_for_those_of_six(folder: Folder
     writer.write(1_234_567, results(1))
     drop(folder, {123_456: None})
     assert list_shards(folder) == [1_234_567]
-    assert writer.recover(1_234_567).segments[0].table().num_rows == 2
+    assert writer.recover(1_234_567)[0][0].table().num_rows == 2
 
 
 def test_a_failed_write_leaves_nothing(folder: Folder) -> None:
@@ -212,7 +212,7 @@ def test_incarnations_that_make_no_file_name(folder: Folder, incarnation: str) -
 
 def test_half_written_files_are_not_segments(folder: Folder) -> None:
     folder.path("journal/.tmp-0123-000000-a-00000").write_text("half")
-    assert Journal(folder, "a", SCHEMA).recover(0) == journal.RecoveredJournal((), ())
+    assert Journal(folder, "a", SCHEMA).recover(0) == ([], [])
 
 
 def test_joined_batches_are_few_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_what_holds_new_rows_back(
     mirror = Mirror(bucket, folder, Folder(tmp_path / "source"), interval_s=10.0, say=said.append)
     assert not mirror.held_back(said.append) and not said
     # Finished parts wait on the disk of the node: more than a gibibyte.
-    mirror.exchange([("item", part_of((1 << 30) + 1))])
+    mirror.exchange([part_of((1 << 30) + 1)])
     assert mirror.held_back(said.append) and mirror.held_back(said.append)
     assert "1 finished part" in mirror.kept_line(State())
     mirror.note_committed([part_of(1)])
@@ -138,7 +138,7 @@ def test_what_waits_for_a_slow_link_is_bounded(url: str, store: stores.Proxy, tm
     assert not mirror.held_back(said.append) and not mirror._send_some()
     # A part that is on its way replaces the segments of its shard, which would take the link for nothing.
     work.write_atomic("journal/000003-a-00001", b"x" * 700_000)
-    mirror.exchange([("item", part_of(100, 3))])
+    mirror.exchange([part_of(100, 3)])
     num_bundles = len(stores.names(url, "journal"))
     mirror.flush()
     assert len(stores.names(url, "journal")) == num_bundles

@@ -113,7 +113,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
         completion.logprobs.logprobs[-1, place] = value
     shard = OpenLease(SHARD, task_of(spec), Journal(folder, "z", task_of(spec).result_schema))
     shard.add(shard.task.encode(results[:30]))
-    shard.tick()
+    shard.checkpoint()
     shard.add(shard.task.encode(results[30:]))
     return write_part(target_of(folder, shard.task, Rows(), METADATA, "z"), shard)
 

@@ -1,4 +1,4 @@
-"""Shards from results to Parquet: whatever the order, the ticks and the restarts, a part is what plain Python says."""
+"""Shards from results to Parquet: whatever the order, checkpoints and restarts, a part is what plain Python says."""
 
 import os
 import pathlib
@@ -127,7 +127,7 @@ def read(folder: Folder, part: Part) -> list[dict[str, Any]]:
     return rows
 
 
-# -- any order, any ticks, any restarts ------------------------------------------------------------------------------
+# -- any order, any checkpoints, any restarts ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -150,7 +150,7 @@ def test_a_part_is_what_plain_python_says(
 
 
 def run(folder: Folder, spec: JobSpec, results: list[Result], chance: random.Random) -> tuple[OpenLease, int]:
-    """Finish a shard with ticks, restarts and results that come twice; how many results were new."""
+    """Finish a shard with checkpoints, restarts and results that come twice; how many results were new."""
     shard, num_new, todo = opened(folder, spec, "life-0"), 0, shuffled(results, chance)
     for life in range(1, 1000):
         while todo:
@@ -159,7 +159,7 @@ def run(folder: Folder, spec: JobSpec, results: list[Result], chance: random.Ran
             num_new += shard.add(shard.task.encode(batch))
             check(shard, results)
             if chance.random() < 0.3:
-                shard.tick()
+                shard.checkpoint()
             if chance.random() < 0.1:
                 break
         if shard.is_complete:
@@ -251,7 +251,7 @@ def test_of_two_results_for_one_request_the_first_stands(folder: Folder) -> None
     for incarnation, text in (("b", "later"), ("a", "earlier")):
         made = opened(folder, spec, incarnation, shard)
         assert [made.add(as_text(first, text)), made.add(as_text(first, "twice"))] == [1, 0]
-        made.tick()
+        made.checkpoint()
     made = opened(folder, spec, "c", shard)
     made.recover()
     assert (made.damaged, made.num_results) == ((), 1)
@@ -260,11 +260,11 @@ def test_of_two_results_for_one_request_the_first_stands(folder: Folder) -> None
     assert [row["text"] for row in read(folder, write(folder, made, spec))] == ["earlier", "new"]
 
 
-def test_a_tick_forgets_and_nothing_is_written_twice(folder: Folder) -> None:
+def test_a_checkpoint_forgets_and_nothing_is_written_twice(folder: Folder) -> None:
     made = whole(folder, SPECS["one sample"])
     assert made.unjournalled_bytes > 10_000
-    made.tick()
-    made.tick()
+    made.checkpoint()
+    made.checkpoint()
     [segment] = made.segments
     assert segment.table().num_rows == made.num_results
     assert (made.unjournalled_bytes, made.fresh) == (0, [])
@@ -277,7 +277,7 @@ def test_a_damaged_segment_is_named_and_its_results_are_missing(folder: Folder) 
     made, results = opened(folder, spec), make_results(spec, range(1000, 1060))
     for start in (0, 20, 40):
         made.add(made.task.encode(results[start : start + 20]))
-        made.tick()
+        made.checkpoint()
     names = [segment.name for segment in made.segments]
     os.truncate(folder.path(f"journal/{names[1]}"), 2000)
     again = opened(folder, spec, "b")
@@ -365,7 +365,7 @@ def test_a_journalled_shard_is_written_in_little_memory(folder: Folder, monkeypa
     random.Random(0).shuffle(rows)
     for start in range(0, 300, 50):
         made.add(made.task.encode(make_results(spec, rows[start : start + 50])))
-        made.tick()
+        made.checkpoint()
     num_bytes = sum(segment.table().nbytes for segment in made.segments)
     pool = pa.proxy_memory_pool(pa.default_memory_pool())
     usual = pa.default_memory_pool()
@@ -490,7 +490,7 @@ def test_a_disk_that_fails_at_a_step(folder: Folder, where: str, step: str, monk
     def finish(shard: OpenLease) -> Part:
         for start in range(0, len(results), 50):
             shard.add(shard.task.encode(results[start : start + 50]))
-            shard.tick()
+            shard.checkpoint()
         return write(folder, shard, spec)
 
     shard = opened(folder, spec)

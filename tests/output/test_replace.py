@@ -87,7 +87,7 @@ def test_chosen_rows_are_new_and_the_others_as_they_were(
         assert not shard.is_complete
         shard.add(shard.task.encode([result]))
         if chance.random() < 0.1:
-            shard.tick()
+            shard.checkpoint()
     assert shard.is_complete
     part = write_new(folder, shard, spec)
     # `attempts` goes on from the most that any of the row's samples had.
@@ -165,7 +165,7 @@ def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder
     for retry, name in lives.items():
         shard = reopened(folder, spec, None, name)
         shard.add(shard.task.encode(results[retry : retry + 1]))
-        shard.tick()
+        shard.checkpoint()
     for retry in lives:
         shard = reopened(folder, spec, None, incarnation_name(3, 1, retry))
         shard.recover()

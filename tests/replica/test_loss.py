@@ -16,7 +16,7 @@ def num_journalled(out: pathlib.Path, shard: int) -> int:
     """Distinct requests of a shard in whole segments."""
     schema = task_of(JobSpec.model_validate(jobs.state_of(out).header.spec)).result_schema
     keys: set[tuple[int, int]] = set()
-    for segment in Journal(Folder(out), "look", schema).recover(shard).segments:
+    for segment in Journal(Folder(out), "look", schema).recover(shard)[0]:
         rows, requests, _ = segment.keys()
         keys |= set(zip(rows.tolist(), requests.tolist(), strict=True))
         segment.close()
@@ -26,7 +26,7 @@ def num_journalled(out: pathlib.Path, shard: int) -> int:
 @pytest.mark.slow
 def test_a_part_that_is_long_in_writing_is_journalled_meanwhile(tmp_path: pathlib.Path) -> None:
     marker, out = tmp_path / "held", tmp_path / "out"
-    # The shard is whole long before the first tick: nothing of it has been journalled when its part is begun.
+    # The shard is whole long before the first checkpoint: nothing of it has been journalled when its part is begun.
     spec = jobs.spec_of(
         tmp_path, output={"rows_per_shard": 60}, parallel={"data_parallel_size": 1}, checkpoint_interval_s=3.0
     )

@@ -159,7 +159,7 @@ class Bench:
 
     def journalled(self, *shards: Lease) -> list[dict[str, Any]]:
         journal = Journal(self.folder, "test", self.task.result_schema)
-        tables = [s.table() for shard in shards for s in journal.recover(shard.index).segments]
+        tables = [s.table() for shard in shards for s in journal.recover(shard.index)[0]]
         return pa.concat_tables(tables).to_pylist() if tables else []
 
 
@@ -282,7 +282,7 @@ def test_only_what_has_not_begun_is_given_back(bench: Callable[..., Bench]) -> N
     begun = [event.lease[0] for event in one.of(LeaseBegun)]
     assert len(revoked.leases) >= 5  # the feeder runs ahead by its queue's bound and no more
     assert sorted([*begun, *(index for index, *_ in revoked.leases)]) == [shard.index for shard in shards]
-    assert sorted(event.lease[0] for event in one.of(LeaseDone)) == begun
+    assert sorted(event.lease.index for event in one.of(LeaseDone)) == begun
     assert {row["row_index"] // 20 for row in one.rows()} == set(begun)
     assert one.of(Revoked)[1:] == [Revoked(())]
 
@@ -399,11 +399,11 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
-    monkeypatch.setattr(pipeline, "USUAL", writer.Room(max_bytes=4_000, num_closers=1))
+    monkeypatch.setattr(writer, "_MOST_BYTES", 4_000)
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
-    one.worker.writer.checkpoint_interval_s, one.worker.writer._next_tick = 60.0, float("inf")
+    one.worker.writer.checkpoint_interval_s, one.worker.writer._next_checkpoint = 60.0, float("inf")
     closing: list[int] = []
     step = one.engine.step
     one.engine.step = lambda: (closing.append(one.worker.writer._closing_bytes()), step())[1]  # type: ignore[method-assign]
@@ -443,27 +443,27 @@ def test_a_stop_stores_what_finishes_in_time(bench: Callable[..., Bench]) -> Non
     assert kept == set(one.engine.added)
 
 
-def test_a_tick_that_is_asked_for_during_another_one_is_not_forgotten(
+def test_a_checkpoint_that_is_asked_for_during_another_one_is_not_forgotten(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a stop comes while a slow disk journals: what finishes meanwhile is journalled now, not in an hour."""
     one = bench(checkpoint_interval_s=3600.0, scripted={"step_s": 0.01})
     is_journalling = threading.Event()
     may_go_on = threading.Event()
-    tick = one.worker.writer._tick
+    checkpoint = one.worker.writer._checkpoint
 
-    def slow_tick() -> None:
-        tick()
+    def slow_checkpoint() -> None:
+        checkpoint()
         is_journalling.set()
         may_go_on.wait(30)
 
-    monkeypatch.setattr(one.worker.writer, "_tick", slow_tick)
+    monkeypatch.setattr(one.worker.writer, "_checkpoint", slow_checkpoint)
     [lease] = one.assign((0, NUM_ROWS))
     one.start()
-    one.worker.writer.tick_soon()
+    one.worker.writer.checkpoint_soon()
     assert is_journalling.wait(30)
     num_before = len(one.journalled(lease))
-    one.worker.writer.tick_soon()
+    one.worker.writer.checkpoint_soon()
     one.wait_for(lambda: one.worker.progress().num_unstored)
     may_go_on.set()
     one.wait_for(lambda: len(one.journalled(lease)) > num_before)

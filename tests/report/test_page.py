@@ -16,10 +16,9 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Done
+from batchinf.manifest.lines import Bottleneck, Done, Speed
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
-from batchinf.records import Bottleneck, Speed
 from batchinf.report import charts
 from batchinf.report.page import report_page
 from batchinf.report.rows import Bin, Histogram, Share
@@ -304,6 +303,7 @@ def test_bars_of_few_whole_numbers_stand_on_their_ticks() -> None:
     assert [*middles] == ["6", "7"]
 
 
+@pytest.mark.usefixtures("quick_replicas")
 def test_prompts_and_kept_columns_are_shown_from_any_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,9 @@ from extents import next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinf.records import BoolArray, Extent, Lease
+from batchinf.records import BoolArray, Lease
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations
-from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_rows, total_shards
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, shard_at, total_rows, total_shards
 
 cut = st.tuples(st.integers(1, 200), st.integers(1, 40))
 

@@ -14,7 +14,6 @@ from inputs import open_jsonl
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.records import Extent
 from batchinf.schedule.positions import (
     RETRY_FOLDER,
     Choice,
@@ -25,7 +24,7 @@ from batchinf.schedule.positions import (
     read_positions,
     write_positions,
 )
-from batchinf.schedule.shards import follows, shard_at, total_shards
+from batchinf.schedule.shards import Extent, follows, shard_at, total_shards
 
 
 def store(

@@ -6,12 +6,13 @@ from extents import extent_of_all, next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinf.records import Extent, Shard
+from batchinf.records import Shard
 from batchinf.schedule.shards import (
     MAX_ROWS_PER_SHARD,
     PART_BYTES,
     SHARDS_PER_REPLICA,
     SMALL_SHARD_ROWS,
+    Extent,
     choose_rows_per_shard,
     num_shards,
     rows_of_shards,

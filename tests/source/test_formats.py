@@ -160,7 +160,8 @@ def test_a_new_format_runs_a_whole_job(copy: Path, tmp_path: Path) -> None:
     (data / "a.semi").write_text(";".join(f"Prompt {i}" for i in range(30)))
     (data / "b.semi").write_text("Prompt 30;Prompt 31")
     input = {"path": str(data), "prompt_column": "question", "id_column": None}
-    path = spec_of(tmp_path, input=input, output={"keep_columns": ["question"]})
+    one = {"data_parallel_size": 1}
+    path = spec_of(tmp_path, input=input, output={"keep_columns": ["question"]}, parallel=one)
     done = run(copy, "run", path)
     assert done.returncode == 0, done.stderr
     assert [row["question"] for row in rows_of(tmp_path / "out")] == [f"Prompt {i}" for i in range(32)]

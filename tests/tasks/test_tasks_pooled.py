@@ -271,7 +271,7 @@ def test_a_prompt_may_be_as_long_as_the_model_takes() -> None:
 JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "embed": ({}, "journal.before_fsync"),
     "classify": ({"use_activation": False}, "parts.before_rename"),
-    "reward": ({}, "writer.tick:3"),
+    "reward": ({}, "writer.checkpoint:3"),
     "hidden_states": ({"positions": "all", "layers": [1, 4]}, "parts.after_rename"),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchinf.base.cost import Cost
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
 from batchinf.model.memory import GIB, gib
-from batchinf.planning.accuracy import Accuracy
+from batchinf.planning.accuracy import SpeedRange
 from batchinf.planning.degrees import Degrees, Option, shape_text
 from batchinf.planning.gpus import Gpu
 from batchinf.planning.histogram import LengthRange, bar_lines
@@ -133,7 +133,7 @@ class GpuPlan:
     """The best of the options."""
     reason: str = ""
     """Why it is the best, in a sentence."""
-    accuracy: Accuracy | None = None
+    accuracy: SpeedRange | None = None
     """How far such jobs were from their predictions; None without a prediction."""
     seconds: float | None = None
     """Time of the job."""

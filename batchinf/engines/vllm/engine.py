@@ -33,7 +33,7 @@ from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RowFailed
 from batchinf.base.text import counted, one_line
 from batchinf.engines.installed import structures_backend
-from batchinf.engines.protocol import DEVICE_LOCK
+from batchinf.engines.protocol import DEVICE_LOCK, EngineInfo, EngineStats, RayGroup
 from batchinf.engines.vllm.arguments import (
     engine_args,
     engine_arguments,
@@ -54,7 +54,8 @@ from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocab
 from batchinf.engines.vllm.worker import install, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, RenderedPrompt, Request
+from batchinf.prompts.images import RenderedPrompt
+from batchinf.records import Completion, Request
 from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task

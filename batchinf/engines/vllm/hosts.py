@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm import EngineArgs, LLMEngine
 
-from batchinf.records import RayGroup
+from batchinf.engines.protocol import RayGroup
 
 
 def engine_on_hosts(group: RayGroup, arguments: EngineArgs, usage_context: Any) -> LLMEngine:

@@ -15,7 +15,7 @@ from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
 from batchinf.base.errors import EngineStartError, RowFailed
 from batchinf.base.text import counted, describe_error, shorten
-from batchinf.records import RenderedPrompt
+from batchinf.prompts.images import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
 KIND = "image"

@@ -37,16 +37,16 @@ from batchinf.fleet.local.environment import (
     sweep_sockets,
 )
 from batchinf.fleet.local.process_group import (
-    GroupIdentity,
+    StoredGroup,
     bytes_read,
     end_leftover,
     end_process_group,
     kill_all_but_trackers,
     members,
 )
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model import files as model_files
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
 from batchinf.spec.job import JobSpec
@@ -93,9 +93,9 @@ class LocalReplica:
     """Lifetime and exit code when its end began."""
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """See `ReplicaHandle`. The replica's process id is also the id of its process group and session."""
-        return GroupIdentity.of(self.process.pid).model_dump()
+        return StoredGroup.of(self.process.pid).model_dump()
 
     def send(self, command: Command) -> None:
         self.channel.send(command)

@@ -16,7 +16,7 @@ _ALL_END_S = 10.0
 _TRACKERS_END_S = 5.0
 
 
-class GroupIdentity(BaseModel):
+class StoredGroup(BaseModel):
     """A replica's process group, as the manifest stores it."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -30,16 +30,16 @@ class GroupIdentity(BaseModel):
     """Of the group's leader, in clock ticks since boot. No other process of this boot has the same id and time."""
 
     @classmethod
-    def of(cls, group: int) -> "GroupIdentity":
-        """The identity of a group of this host."""
+    def of(cls, group: int) -> "StoredGroup":
+        """A group of this host."""
         me = Holder.this_process()
         return cls(host=me.host, boot_id=me.boot_id, pgid=group, pid_start_time=process_start(group) or 0)
 
 
-def end_leftover(identity: dict[str, Any]) -> None:
+def end_leftover(reference: dict[str, Any]) -> None:
     """End a process group of an earlier coordinator, unless it may be another program's."""
     try:
-        group = GroupIdentity.model_validate(identity)
+        group = StoredGroup.model_validate(reference)
     except ValidationError:
         return
     me = Holder.this_process()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchinf.fleet.engine_defaults import WithReason, values
 from batchinf.fleet.memory.out_of_memory import Kind, OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.commit_log import Fields
@@ -47,11 +48,17 @@ class EngineSettings:
     """The current engine arguments, and how often they had been lowered when each incarnation was started."""
 
     def __init__(
-        self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None, chosen: Mapping[str, Any] | None = None
+        self,
+        spec: JobSpec,
+        fit: Fit,
+        lowered: Mapping[str, Any] | None = None,
+        chosen: Mapping[str, WithReason] | None = None,
     ) -> None:
-        """lowered: by an earlier epoch; see `kept`. chosen: where the spec is silent."""
+        """lowered: by an earlier epoch; see `kept`. chosen: where the spec is silent, see `chosen_arguments`."""
         self._spec = spec
-        self._chosen = dict(chosen or {})
+        self.chosen = chosen or {}
+        """Engine arguments that the spec leaves open."""
+        self._chosen = values(self.chosen)
         self.fit = fit
         """The model on the devices."""
         self._lowered = dict(lowered or {})

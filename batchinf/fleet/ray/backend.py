@@ -21,8 +21,8 @@ from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.handle import RayReplica
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
 from batchinf.fleet.ray.placement import CPU, GPU, Demand, Node, has_gpus, num_replicas
+from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
-from batchinf.records import StartedReplica
 from batchinf.replica.messages import Event, Launch
 from batchinf.spec.job import JobSpec
 

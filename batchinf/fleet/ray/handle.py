@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from batchinf.base.errors import BatchinfError
+from batchinf.engines.protocol import RayGroup
 from batchinf.fleet.backend import EndedBy, Ending
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.local.backend import read_log
 from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
 from batchinf.fleet.ray.cluster import Cluster, ray_cause
-from batchinf.records import RayGroup
 from batchinf.replica.incarnation import last_words
 from batchinf.replica.messages import Command, Event, Failed, NoPlacement, StartPhase
 
@@ -73,7 +73,7 @@ class RayReplica:
         return self._order.has_own_cache
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         return {"cluster": self._cluster.address, "group": self._name}
 
     def _place(self) -> None:

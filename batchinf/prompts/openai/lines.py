@@ -99,7 +99,7 @@ def body_of(values: Mapping[str, object]) -> object:
     return json.loads(body) if isinstance(body, str) else body
 
 
-class LineReader(Generic[_Request]):
+class BodyReader(Generic[_Request]):
     """Reads lines: checks all but the fields of the body that a URL has for itself. A subclass reads those."""
 
     urls: ClassVar[tuple[str, ...]]
@@ -260,7 +260,7 @@ def check_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:
 
     spec: resolved. rows: the values of the first lines.
     """
-    reader: LineReader[object] = LineReader(spec)
+    reader: BodyReader[object] = BodyReader(spec)
     objections = [reader.model_objection(values) for values in rows]
     if all(objections):
         raise SpecError(f"model.name: {all_of(rows)} of {spec.input.path} names another model; {objections[0]}")

@@ -15,7 +15,7 @@ from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COLUMNS,
     COMPLETIONS_URL,
-    LineReader,
+    BodyReader,
     Truncation,
     are_ids,
     missing_columns,
@@ -100,13 +100,13 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
-class BatchReader(LineReader[BatchRequest]):
+class BatchReader(BodyReader[BatchRequest]):
     """Lines of a batch file → requests."""
 
     urls = (CHAT_URL, COMPLETIONS_URL)
 
     def __init__(self, spec: JobSpec, *, has_samples: bool = True) -> None:
-        """See `LineReader`. has_samples: a line may have several answers."""
+        """See `BodyReader`. has_samples: a line may have several answers."""
         super().__init__(spec)
         self._sampling = spec.sampling
         self._chat_kwargs = spec.input.chat_template_kwargs or {}
@@ -337,7 +337,7 @@ class BatchPrompts:
         tokenizer: Any,
         begun_at: str | None,
         *,
-        reader: LineReader[BatchRequest],
+        reader: BodyReader[BatchRequest],
         placeholders: Placeholders | None = None,
     ) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.

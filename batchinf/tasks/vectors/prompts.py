@@ -11,7 +11,7 @@ from batchinf.prompts.encoder import side_of
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     EMBEDDINGS_URL,
-    LineReader,
+    BodyReader,
     are_ids,
     show,
     take_flags,
@@ -29,14 +29,14 @@ _FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message
 _INPUTS = "one text, the token ids of one, a conversation, or a list of one of these"
 
 
-class EmbeddingReader(LineReader[BatchRequest]):
+class EmbeddingReader(BodyReader[BatchRequest]):
     """Lines with `/v1/embeddings` → requests."""
 
     urls = (EMBEDDINGS_URL,)
     takes_images = False
 
     def __init__(self, spec: JobSpec) -> None:
-        """See `LineReader`."""
+        """See `BodyReader`."""
         super().__init__(spec)
         self._pooling = pooling_of(spec)
         self._adds_generation_prompt = spec.input.add_generation_prompt

@@ -11,7 +11,7 @@ from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     RERANK_URL,
     SCORE_URL,
-    LineReader,
+    BodyReader,
     Truncation,
     show,
     take_template_kwargs,
@@ -49,19 +49,19 @@ class RerankRequest:
     """Variables of the template, over the job's."""
 
 
-class RerankReader(LineReader[RerankRequest]):
+class RerankReader(BodyReader[RerankRequest]):
     """Rows → requests."""
 
     urls = (RERANK_URL, SCORE_URL)
 
     def __init__(self, spec: JobSpec) -> None:
-        """See `LineReader`."""
+        """See `BodyReader`."""
         super().__init__(spec)
         self._where = spec.input
         self._pooling = pooling_of(spec)
 
     def read_row(self, row: Row) -> RerankRequest:
-        """See `LineReader`. A row that is no line has its query and its documents in columns."""
+        """See `BodyReader`. A row that is no line has its query and its documents in columns."""
         if self._where.is_batch_file:
             return super().read_row(row)
         if row.error is not None:

@@ -18,9 +18,10 @@ import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
 from batchinf.base.errors import SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing, structures_backend
+from batchinf.engines.protocol import ParsedAnswer
 from batchinf.engines.vllm.arguments import GUIDANCE
 from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, check_known, with_own
-from batchinf.records import ParsedAnswer, Request, ToolCall, Tools
+from batchinf.records import Request, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.job import JobSpec
 

@@ -9,12 +9,12 @@ import math
 
 # Shares of the interval after its end. Replicas aim at the end; the second look takes what a slow disk has delayed.
 _LOOKS = (0.05, 0.3)
-# A tick so shortly before the end of an interval counts as the one at its end.
+# A checkpoint so shortly before the end of an interval counts as the one at its end.
 _EARLY = 0.1
 
 
 def next_journal_at(now_s: float, interval_s: float, spare_s: float) -> float:
-    """When a replica journals next, after a tick that began at `now_s`: `spare_s` before the end of an interval."""
+    """When a replica journals next: `spare_s` before the end of an interval. now_s: the begin of its checkpoint."""
     return (math.floor((now_s + spare_s) / interval_s + _EARLY) + 1) * interval_s - spare_s
 
 

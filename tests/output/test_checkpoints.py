@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from batchinf.output.ticks import next_journal_at, next_upload_at
+from batchinf.output.checkpoints import next_journal_at, next_upload_at
 
 DAY_S = 24 * 3600.0
 
 
-def journal_ticks(interval_s: float, chance: random.Random) -> list[float]:
-    """When the segments of one replica are durable over a day. It starts at any moment, and ticks take some time."""
+def journal_times(interval_s: float, chance: random.Random) -> list[float]:
+    """When the segments of one replica are durable over a day. It starts at any moment; checkpoints take some time."""
     now = chance.uniform(0.0, 1e6)
     end = now + DAY_S
     at = next_journal_at(now, interval_s, 0.0)
@@ -28,7 +28,7 @@ def journal_ticks(interval_s: float, chance: random.Random) -> list[float]:
 @pytest.mark.parametrize("interval_s", [0.2, 10.0, 60.0, 333.3])
 def test_a_replica_journals_once_in_each_interval(interval_s: float) -> None:
     chance = random.Random(1)
-    durable = journal_ticks(interval_s, chance)
+    durable = journal_times(interval_s, chance)
     gaps = [after - before for before, after in itertools.pairwise(durable)]
     assert max(gaps) < 1.15 * interval_s
     assert len(gaps) <= DAY_S / interval_s + 2
@@ -42,7 +42,7 @@ def test_a_day_of_eight_replicas_costs_one_bundle_an_interval() -> None:
     for _ in range(8):
         at = next_journal_at(now + chance.uniform(0.0, 30.0), interval_s, 0.0)
         while at < now + DAY_S:
-            # One tick of a hundred waits seconds for the disk.
+            # One checkpoint of a hundred waits seconds for the disk.
             took = chance.uniform(0.0, 0.1) if chance.random() < 0.99 else chance.uniform(0.0, 4.0)
             segments.append(at + took)
             at = next_journal_at(at, interval_s, min(2 * took, interval_s / 2) + 0.1)
