@@ -28,6 +28,7 @@ ALLOWED = {
     "base/faults.py": {"pid", "getpid"},  # faults kill the process that passes them
     "manifest/lock.py": {"pid", "getpid"},  # the lock's holder is a coordinator
     "commands/status.py": {"pid", ".process."},  # of the coordinator, as the lock names it
+    "commands/push.py": {"getpid"},  # its own process ends with that of the command
     "source/cache.py": {"getpid"},  # a temporary name
     "engines/vllm/engine.py": {"pynvml"},  # the driver's version
     "engines/vllm/hosts.py": {"VLLM_PORT"},  # an engine over several hosts has none of one host
