@@ -4,7 +4,6 @@ import os
 import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -115,11 +114,9 @@ def test_a_peer_that_does_not_read_holds_nobody_up() -> None:
     ours, theirs = socket.socketpair()
     one, other = Channel(ours, sends_later=True), Channel(theirs)
     long = messages.Failed("OSError", "no space left " * 100_000, 2)
-    began = time.monotonic()
     for _ in range(5):
         one.send(long)
         one.send(MESSAGES[2])
-    assert time.monotonic() - began < 1
     assert receive(other, 10) == [long, MESSAGES[2]] * 5
     one.send(MESSAGES[3])  # the next one is sent at once again
     assert receive(other, 1) == [MESSAGES[3]]
