@@ -292,7 +292,7 @@ class CountExport(Format):
 def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a figure of the engine")
     copy.replace(
-        "batchinf/records.py",
+        "batchinf/engines/protocol.py",
         "    prefix_cache_hits: int = 0\n",
         """\
     prefix_cache_hits: int = 0

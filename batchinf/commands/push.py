@@ -26,7 +26,7 @@ from batchinf.base.text import counted
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.coordinator.ending import Summary
 from batchinf.export.dataset_card import rows_mark
-from batchinf.export.huggingface import JobDataset
+from batchinf.export.huggingface import HuggingFaceExport, JobDataset
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.output import PushSpec
@@ -96,7 +96,7 @@ def _push(question: Mapping[str, Any]) -> str:
         return f"the hub has these rows already: {target.repository}"
     folder = question["folder"]
     shutil.rmtree(folder, ignore_errors=True)  # of a push that was killed
-    request = ExportRequest(to="hf", path=folder, num_files=question["num_files"], split=target.split)
+    request = ExportRequest(to=HuggingFaceExport.name, path=folder, num_files=question["num_files"], split=target.split)
     export_job(question["out"], request)
     return f"pushed to the hub: {dataset.push(folder, again)}"
 
