@@ -56,6 +56,7 @@ def alone(alone_spec: pathlib.Path) -> list[dict[str, Any]]:
     return jobs.rows_of(alone_spec.parent / "out")
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_llm_generate(
     alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -231,6 +231,7 @@ def add_count(copy: Copy) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_error_type_of_rows(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
     found = job[0].rows()
     assert [row["error_type"] for row in found] == ["forbidden_word" if row == "France" else None for row in ROWS]
@@ -289,6 +290,7 @@ class CountExport(Format):
     assert (copy.folder / "rows.count").read_text() == f"{len(ROWS)} rows"
 
 
+@pytest.mark.slow
 def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a figure of the engine")
     copy.replace(
@@ -369,6 +371,7 @@ def test_a_gpu(tmp_path: pathlib.Path) -> None:
     assert like.stdout == "x100\n", like.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.real_starts
 def test_a_signal_that_stops_a_job(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a signal or another reason to stop a job")

@@ -44,6 +44,7 @@ class Loads(html.parser.HTMLParser):
         self.found += [value for name, value in attributes if value and name == LOADED.get(tag)]
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_another_host(site: pathlib.Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
@@ -54,6 +55,7 @@ def test_no_page_loads_anything_from_another_host(site: pathlib.Path) -> None:
     assert re.findall(r"@import|url\(['\"]?https?:", styles) == []
 
 
+@pytest.mark.slow
 def test_the_reference_is_whole(site: pathlib.Path) -> None:
     commands = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
     assert [name for name in typer.main.get_group(app).commands if f'id="batchinf-{name}"' not in commands] == []
@@ -63,6 +65,7 @@ def test_the_reference_is_whole(site: pathlib.Path) -> None:
     assert [name for name in batchinf.__all__ if not re.search(rf"\b{name}\b", python)] == []
 
 
+@pytest.mark.slow
 def test_what_only_the_tests_read_is_not_on_the_site(site: pathlib.Path) -> None:
     assert [page.name for page in site.rglob("*.html") if "<!-- run" in page.read_text(encoding="utf-8")] == []
 

@@ -117,6 +117,7 @@ def test_a_damaged_journal_is_noted(url: str, environment: dict[str, str], tmp_p
     assert [finding["problem"] for finding in found["findings"]] == ["journal_damaged"]
 
 
+@pytest.mark.slow
 def test_other_commands_show_what_they_show_of_a_folder(
     url: str, store: stores.Proxy, environment: dict[str, str], tmp_path: pathlib.Path
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from test_diff_numbers import job
 
 import jobs
@@ -51,6 +52,7 @@ def logits(seed: int) -> pa.Table:
     return pa.table(columns)
 
 
+@pytest.mark.slow
 def test_wide_rows_are_compared_a_few_at_a_time(tmp_path: pathlib.Path) -> None:
     as_stored = {"row_group_size": 64, "use_dictionary": False, "compression": "none"}
     a, b = (job(tmp_path / name, logits(seed), "logits", cuts=(), **as_stored) for seed, name in enumerate("ab"))

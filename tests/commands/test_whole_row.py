@@ -196,6 +196,7 @@ def test_colour_is_for_terminals_that_want_it(out: pathlib.Path) -> None:
     assert not re.search(COLOUR, plain)
 
 
+@pytest.mark.slow
 def test_a_page_replaces_only_pages(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     spec, link, page = (tmp_path / name for name in ("job.yaml", "link.html", "page.html"))
     spec.write_text("model: mine")

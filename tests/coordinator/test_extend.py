@@ -225,6 +225,7 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(tmp_path: pathlib.
     assert jobs.state_of(out).is_done
 
 
+@pytest.mark.slow
 def test_rows_that_come_to_a_saved_dataset(tmp_path: pathlib.Path) -> None:
     data = tmp_path / "data"
     rows = [{"id": n, "prompt": f"prompt {n}", "language": "en"} for n in range(12)]

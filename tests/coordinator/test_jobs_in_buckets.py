@@ -34,7 +34,7 @@ STEPS = (
     "mirror.before_delete:1",
     "coordinator.before_drop:4",
 )
-FAST = ("chain.after_commit:4", "chain.after_commit:9", "mirror.after_part:3", "mirror.after_bundle:2")
+FAST = ("chain.after_commit:9", "mirror.after_part:3")
 # A job that takes 2 s at least, so that it sends its journal several times, and parts come one after the other: those
 # that come together are one commit.
 SLOW = {"scripted": {"step_s": 0.005}}
@@ -89,6 +89,7 @@ def test_killed_and_gone_on_with_on_an_empty_machine(
     assert not [line for line in stores.lines(url) if line["kind"] == "lost"]
 
 
+@pytest.mark.slow
 def test_the_events_of_all_starts_are_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url, **SLOW)
     work = tmp_path / "work"
@@ -110,6 +111,7 @@ def test_the_events_of_all_starts_are_in_the_bucket(url: str, store: stores.Prox
     assert jobs.run("report", url, "-o", tmp_path / "page.html", **store.environment).returncode == 0
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_of_a_finished_job_goes(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_paused_holder_wakes_up(url: str, store: stores.Proxy, tmp_path: pathl
     _is_whole(url)
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     # No decision reads the wall clock: not that about a lock, a heartbeat, a bundle or a part.
     jumping = {**store.environment, "QUICK_START_CLOCK": "7200"}
@@ -340,6 +343,7 @@ def test_slices_that_begin_at_one_moment(others: str, url: str, tmp_path: pathli
         assert "slices" in ended[codes.index(2)]
 
 
+@pytest.mark.slow
 def test_chosen_rows_survive_the_machine(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     some = {"input": {"sample": 0.5, "order": "prefix"}}
     (tmp_path / "local").mkdir()

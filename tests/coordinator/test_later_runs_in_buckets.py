@@ -85,6 +85,7 @@ def test_a_retry_goes_on_on_an_empty_machine(
     assert "was already done" in jobs.finish(spec, **store.environment).stdout
 
 
+@pytest.mark.slow
 def test_only_the_parts_of_a_retry_are_fetched_and_written(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_zombie_replaces_no_part_that_is_committed(url: str, store: stores.Pro
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", _steps(EXTEND_STEPS))
 def test_an_extension_goes_on_on_an_empty_machine(
     step: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path

@@ -106,7 +106,9 @@ def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "hurt", [None, b"", b'{"at": "2026', b"[]\n\xff\n{}\n" * 1000], ids=["gone", "empty", "torn", "other"]
+    "hurt",
+    [*jobs.slowly(None, b"", b'{"at": "2026'), b"[]\n\xff\n{}\n" * 1000],
+    ids=["gone", "empty", "torn", "other"],
 )
 def test_no_run_reads_the_events(hurt: bytes | None, tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS, parallel={"data_parallel_size": 1}), tmp_path / "out"

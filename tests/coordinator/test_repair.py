@@ -282,6 +282,8 @@ def test_rows_without_ids(tmp_path: pathlib.Path) -> None:
     assert [prompt_of(tmp_path / "out", str(row))[-6:] for row in (2, 6)] == ["Once 2", "Once 6"]
 
 
+@pytest.mark.slow
+@pytest.mark.fewer_rows
 def test_batch_files_and_datasets(tmp_path: pathlib.Path) -> None:
     """Lines of a batch file are known by their custom_id; Parquet repairs a dataset."""
 

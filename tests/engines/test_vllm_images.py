@@ -276,6 +276,7 @@ def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:
     return [field.data for item in prompt.for_ids([])["mm_kwargs"]["image"] for field in item.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_vllm_replicas")
 def test_lengths_before_a_start_are_those_of_the_engine(
     tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]

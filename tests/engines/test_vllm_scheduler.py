@@ -199,6 +199,7 @@ def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
     assert not core.scheduler._held
 
 
+@pytest.mark.slow
 def test_a_long_output_is_the_same_in_pieces(vllm_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingSpec(temperature=0, logprobs=7, ignore_eos=True)
     requests = [Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=380 + row) for row in range(3)]

@@ -263,7 +263,7 @@ GROUPS: dict[str, tuple[list[Any], int]] = {
 
 
 @pytest.mark.parametrize("is_caching", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_they_do_so_with_other_groups_of_cache(
     kind: str, is_async: bool, is_caching: bool, monkeypatch: pytest.MonkeyPatch

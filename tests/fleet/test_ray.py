@@ -232,6 +232,7 @@ def refused(spec: pathlib.Path, **options: Any) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_no_cluster_at_the_address(tmp_path: pathlib.Path) -> None:
     said = refused(jobs.spec_of(tmp_path, backend="ray", ray={"address": "127.0.0.1:1"}))
     assert "no Ray cluster answers at 127.0.0.1:1" in said

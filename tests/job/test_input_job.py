@@ -143,6 +143,8 @@ def test_on_vllm_a_job_as_input_is_like_its_rows_in_a_file(tmp_path: pathlib.Pat
     assert [row["id"] for row in found[0]] == ["a0", "a1", "a3"]
 
 
+@pytest.mark.slow
+@pytest.mark.fewer_rows
 def test_the_first_job_may_be_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     write_rows(tmp_path, "a", ["One", "Two", None, "Four", "Five"])
     first = json.loads(first_in(tmp_path).read_text())

@@ -131,6 +131,7 @@ def test_kept_and_counted_in_a_part(folder: Folder, dtype: str) -> None:
     assert stated_part(folder, staged_file(part), SHARD, "f00d") == part
 
 
+@pytest.mark.slow
 def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HURT)
     spec, out = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}), tmp_path / "out"

@@ -78,6 +78,7 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{}, {"task": "embed", "sampling": None}])
 def test_rows_with_too_few_pictures_are_counted_at_the_end(own: dict[str, Any], tmp_path: pathlib.Path) -> None:
     photo = "pictures/blue-square.png"
@@ -156,6 +157,7 @@ def test_slices_in_the_order_of_prefixes(tmp_path: pathlib.Path, unhurt: list[di
     assert rows_by_position(tmp_path / "job" / "out") == unhurt
 
 
+@pytest.mark.slow
 def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]) -> None:
     output = {"path": url, "work_dir": str(tmp_path / "work"), "keep_columns": [], "rows_per_shard": 16}
     path = spec_of(tmp_path / "job", output=output)

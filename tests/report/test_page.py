@@ -213,6 +213,8 @@ def test_labels_are_text_in_a_chart() -> None:
     assert "(empty)" in drawn.text
 
 
+@pytest.mark.slow
+@pytest.mark.fewer_rows
 def test_a_job_that_was_killed_has_a_report_with_its_journal(tmp_path: pathlib.Path) -> None:
     sections: Any = {
         "scripted": {"step_s": 0.02},
@@ -303,6 +305,8 @@ def test_bars_of_few_whole_numbers_stand_on_their_ticks() -> None:
     assert [*middles] == ["6", "7"]
 
 
+@pytest.mark.slow
+@pytest.mark.fewer_rows
 @pytest.mark.usefixtures("quick_replicas")
 def test_prompts_and_kept_columns_are_shown_from_any_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -119,6 +119,7 @@ def test_of_parquet_only_the_columns_and_rows_of_the_job_are_read(
     assert num_bytes_read(store, url) == both
 
 
+@pytest.mark.slow
 def test_a_changed_object_with_the_same_footer_is_noticed_on_another_machine(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_ranges_of_a_changed_object_are_not_mixed(url: str, store: stores.Proxy,
     again.close()
 
 
+@pytest.mark.slow
 def test_a_job_from_a_bucket_into_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     lines = jobs.prompts().read_bytes().splitlines(keepends=True)
     stores.put(f"{url}/in/a.jsonl", b"".join(lines[:100]))

@@ -154,6 +154,7 @@ def run(copy: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_new_format_runs_a_whole_job(copy: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

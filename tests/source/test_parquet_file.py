@@ -61,7 +61,7 @@ def test_times_in_96_bits_keep_their_year(group_rows: int, tmp_path: pathlib.Pat
     [
         (1_000_000, 300, False, 20_000, 1000),  # one row group of 1 million rows, spooled
         (12_000, 25_000, True, 20_000, 10),  # one value in all rows of a group that is read directly
-        (1000, 300_000, True, 100, 10),  # the same, spooled
+        pytest.param(1000, 300_000, True, 100, 10, marks=pytest.mark.slow),  # the same, spooled
     ],
 )
 def test_memory_for_one_huge_row_group(

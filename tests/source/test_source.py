@@ -29,7 +29,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(params=["small spools", "as it is"])
+@pytest.fixture(params=["small spools", pytest.param("as it is", marks=pytest.mark.slow)])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once with limits so small that blocks, batches, row groups and held files all come into play."""
     if request.param == "small spools":

@@ -438,7 +438,7 @@ def job_of(folder: pathlib.Path, model: pathlib.Path, **sections: Any) -> pathli
     )
 
 
-@pytest.mark.parametrize("model", [CROSS_ENCODER, jobs.MODEL], ids=["cross-encoder", "bi-encoder"])
+@pytest.mark.parametrize("model", [*jobs.slowly(CROSS_ENCODER), jobs.MODEL], ids=["cross-encoder", "bi-encoder"])
 def test_killed_and_run_again(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A job that names no task resumes with the task of its lines, and its rows are those of an unhurt one."""
     path = tmp_path / "in.jsonl"
@@ -506,6 +506,7 @@ def check_export(out: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     assert [error["error"]["code"] for error in errors] == ["unsupported_request", "prompt_too_long"]
 
 
+@pytest.mark.slow
 def test_columns_pairs_and_a_comparison(tmp_path: pathlib.Path) -> None:
     """A list of documents, one document, and two jobs whose scores differ."""
     rows = [{"id": f"r{n}", "query": f"fox {n}", "documents": [f"a {n}", "b", "c"], "text": f"a {n}"} for n in range(9)]
