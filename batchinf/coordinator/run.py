@@ -56,7 +56,7 @@ from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import check_removed, naming_lines, prepare_run
-from batchinf.manifest.lines import Done
+from batchinf.manifest.lines import Done, Speed
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
@@ -270,13 +270,19 @@ def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, dis
 
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
+    speed = None
     if not epoch.state.committed.all():
         _run_shards(epoch, epoch.job, epoch.state, epoch.fleet, begins_together=begins_together)
+        speed = _speed(epoch)  # before the retries, whose few rows and new engines say little of it
     _run_retries(epoch)
-    state = committed_state(epoch.job.folder)
-    speed = measured_speed(epoch.job.folder, state, epoch.times, time.monotonic() - began)
-    epoch.manifest.record(Done(speed))
+    speed = speed or _speed(epoch)
+    epoch.manifest.record(Done(speed and replace(speed, run_s=time.monotonic() - began)))
     epoch.manifest.commit()
+
+
+def _speed(epoch: Epoch) -> Speed | None:
+    """The speed of what has run last: of the rows, or of the last retry."""
+    return measured_speed(epoch.job.folder, epoch.state, epoch.times, epoch.launcher.epoch)
 
 
 def _run_shards(

@@ -46,17 +46,20 @@ class EngineTimes:
     """The last parts, likewise."""
 
 
-def measured_speed(folder: Folder, state: State, times: EngineTimes, run_s: float) -> Speed | None:
-    """The speed of the last epoch, by its times, tokens of engines and telemetry; None if no engine worked."""
+def measured_speed(folder: Folder, state: State, times: EngineTimes, epoch: int) -> Speed | None:
+    """The speed of an epoch so far, by its times, tokens of engines and telemetry; None if no engine worked.
+
+    `run_s` of it is the time of the engines, for the run has not ended.
+    """
     status = read_status(folder)
     if not times.began_at or not times.ended_at or status is None:
         return None
     work_s = max(1e-3, times.ended_at[-1] - times.began_at[0])
     engines = times.engines
     num_gpus = len({device for replica in status.replicas for device in replica.devices})
-    looks = list(looks_of_epoch(folder, state.last_epoch))
+    looks = list(looks_of_epoch(folder, epoch))
     return Speed(
-        run_s=run_s,
+        run_s=work_s,
         work_s=work_s,
         prompt_tokens_per_s=status.num_prompt_tokens / work_s,
         output_tokens_per_s=status.num_output_tokens / work_s,

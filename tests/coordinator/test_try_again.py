@@ -84,6 +84,15 @@ def test_rows_are_those_of_retries_by_hand(steps: tuple[Rows, Rows, Rows], tmp_p
     assert len(jobs.state_of(tmp_path / "out").retries) == 2
 
 
+def test_the_speed_is_that_of_all_rows(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
+    jobs.finish(jobs.spec_of(tmp_path, **BASE, retry=RETRY))
+    speed = jobs.state_of(tmp_path / "out").speed
+    assert speed is not None
+    num_tokens = sum(len(row["token_ids"] or ()) for row in steps[0])
+    assert speed.output_tokens_per_s * speed.work_s >= 0.99 * num_tokens
+    assert speed.run_s > speed.work_s
+
+
 def test_an_attempt_has_other_seeds(tmp_path: pathlib.Path) -> None:
     """With the same sampling, a row that runs again has another text; without a temperature, the same."""
     for temperature, is_other in ((1.0, True), (0.0, False)):
