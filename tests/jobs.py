@@ -294,11 +294,14 @@ def end(process: "subprocess.Popen[str]", wait_s: float = 240.0) -> tuple[int, s
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants, the root last."""
+    """A process and all its descendants, the root last. A fork server and what it forks for others are left out."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        # The tests' own process is the parent of the server, and so an ancestor of what the server has forked for it.
-        return [*dict.fromkeys([*_forked_for(pid), *root.children(recursive=True)]), root]
+        # The tests' own process is the parent of the server, which forks for the other workers of pytest, too.
+        servers = [psutil.Process(server.pid) for server in fork_servers if server.pid != pid]
+        of_servers = {one for server in servers for one in (server, *_children(server))}
+        own = [one for one in root.children(recursive=True) if one not in of_servers]
+        return [*dict.fromkeys([*_forked_for(pid), *own]), root]
     return []
 
 

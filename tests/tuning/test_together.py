@@ -159,13 +159,11 @@ def test_a_replica_that_dies_while_it_waits_comes_again(
 ) -> None:
     held = tmp_path / "held"
     tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
-    before = jobs.replicas_of(psutil.Process().pid)  # of an earlier test in this process
 
     def kill_and_release() -> None:
         jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting())
         starting = int(held.read_text())
-        replicas = jobs.replicas_of(psutil.Process().pid)
-        [waiting] = [one for one in replicas if one not in before and one.pid != starting]
+        [waiting] = [one for one in jobs.replicas_of(psutil.Process().pid) if one.pid != starting]
         jobs.kill([waiting])
         jobs.wait_until(lambda: any(r["restarts"] for r in jobs.snapshot_of(tuned.trial).get("replicas", ())))
 
