@@ -36,7 +36,7 @@ def open_duckdb(path: str = ":memory:", **settings: str) -> Any:
 
 
 def register(connection: Any, name: str, table: pa.Table) -> None:
-    """Let queries name a table. DuckDB refuses slices of structs, so a table with structs is copied."""
+    """Let queries name a table. DuckDB refuses slices of structs in structs, so a table with structs is copied."""
     if any(map(pa.types.is_struct, table.schema.types)):
         table = table.filter(pa.repeat(True, len(table)))
     connection.register(name, table)

@@ -100,8 +100,9 @@ def test_what_is_no_expression_about_a_row_is_one_clear_line(text: str, what: st
     assert ", ".join(SCHEMA.names) in message
 
 
-def test_rows_from_the_middle_of_a_table_with_structs() -> None:
-    assert Predicate("meta.a >= 2", SCHEMA).matches(TABLE.slice(1)).tolist() == [8]
+def test_rows_from_the_middle_of_a_table_with_structs_in_structs() -> None:
+    table = pa.table({"row_index": [7, 8, 9], "meta": [{"a": {"b": 1}}, {"a": {"b": 2}}, None]})
+    assert Predicate("meta.a.b >= 2", table.schema).matches(table.slice(1)).tolist() == [8]
 
 
 def test_a_column_may_have_the_name_of_the_clock() -> None:
