@@ -16,7 +16,7 @@ from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
@@ -67,7 +67,6 @@ class PromptBuilder:
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
         self._parses_calls = spec.model.tool_parser is not None
         self._keeps_text = spec.output.include_prompt
-        self._has_line_seeds = spec.rules > FIRST_RULES
         # vLLM's tokenizer cuts the beginning where a text is generated.
         self._side_of_lines: Side = "left"
         self._side = _SIDES.get(spec.input.on_overlong)
@@ -294,7 +293,7 @@ class PromptBuilder:
 
     def _line_seed(self, draft: "Draft") -> int | None:
         """The seed that a line of a batch file gives; None without one, and for -1, which is vLLM's word for none."""
-        if not self._has_line_seeds or draft.sampling is None or draft.request.sampling.get("seed") in (None, -1):
+        if draft.sampling is None or draft.request.sampling.get("seed") in (None, -1):
             return None
         return draft.sampling.seed
 

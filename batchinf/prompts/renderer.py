@@ -26,7 +26,7 @@ from batchinf.records import Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
 from batchinf.spec.input import InputSpec, MessageSpec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 
 TOOLS = "tools"  # the column of datasets of conversations
 
@@ -100,11 +100,11 @@ class Renderer:
         self._column = spec.prompt_column
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
-        self._templates = {field: RowTemplate(text, field, cut, spec.rules) for field, text in _texts(where)}
+        self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
         self.image_columns = tuple(dict.fromkeys(column for _, column in where.image_columns))
-        refuses = where.images is not None and where.images.on_missing == "error" and spec.rules > FIRST_RULES
+        refuses = where.images is not None and where.images.on_missing == "error"
         self.needs_images = refuses and bool(self.image_columns)
         self._is_chat = where.is_chat
         self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)

@@ -68,12 +68,6 @@ def test_the_seed_of_a_line_is_used_as_it_is() -> None:
     assert seeds_of(spec, completion(seed=5, temperature=0, n=1)) == [[None]]
 
 
-def test_a_job_of_before_hashes_the_seed_of_a_line() -> None:
-    where = {"path": "batch.jsonl", "format": "openai"}
-    spec = JobSpec(**{**LEAST, "input": where, "rules": 1}, sampling={"seed": 3})
-    assert seeds_of(spec, completion(seed=5), completion(seed=5)) == [[seed_of(5, 0, 0)], [seed_of(5, 1, 0)]]
-
-
 @pytest.mark.parametrize(
     ("body", "sampling"),
     [
@@ -174,10 +168,8 @@ def test_a_line_without_method_and_url_is_that_of_the_form_of_its_body() -> None
         )
     bodies: list[dict[str, object]] = [{"input": "a"}, {"query": "a", "documents": ["b"]}, {"text_1": "a"}]
     assert [url_of({"body": body}) for body in bodies] == ["/v1/embeddings", "/v1/rerank", "/v1/score"]
-    by_first_rules = BatchReader(JobSpec(**LEAST, rules=1))  # such a line was an error row
-    error = jobs.or_error(by_first_rules.read, {"custom_id": "a", "body": {"messages": MESSAGES}})
+    error = jobs.or_error(reader().read, {"custom_id": "a", "body": {"n": 1}})
     assert isinstance(error, RowError) and error.error_message.startswith("method is missing")
-    assert jobs.or_error(reader().read, {"custom_id": "a", "body": {"n": 1}}) == error
 
 
 @pytest.mark.parametrize(
