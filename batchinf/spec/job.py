@@ -374,7 +374,7 @@ class JobSpec(Section):
                         "them", "sampling.structured_outputs")  # fmt: skip
 
     def rows_may_set(self, field: str) -> bool:
-        """Whether a row may have its own value of a field of `sampling`: by a column, or as a line of a batch file."""
+        """Whether a row may have its own value of a field: by `sampling.columns`, or as a line of a batch file."""
         return self.input.is_batch_file or field in self.sampling.columns
 
     @property
