@@ -54,7 +54,7 @@ from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
-from batchinf.job.open import check_removed, naming_lines, prepare_run
+from batchinf.job.open import naming_lines, prepare_run
 from batchinf.manifest.lines import Done, Retry, Speed
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import State, last_epoch, read_state
@@ -229,8 +229,6 @@ def _prepare(
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     if state is None:
         return prepared, contents
-    if retry is not None or extends or not state.is_done:
-        check_removed(prepared)
     differences = contents.differences(state.files)
     prepared = replace(prepared, retry=retry, has_rows=not state.committed.all())
     if retry is None:

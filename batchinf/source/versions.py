@@ -199,6 +199,8 @@ class FileComparison:
         unmatched: list[FileRange] = []
         for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
             alike = [name for name in names[old.hash] if name in self.free and (name == old.name or not by_name)]
+            # By the rules of another version of batchinf, the same bytes may be other rows.
+            alike = [name for name in alike if self.free[name][1].num_rows == old.stop_row]
             for name in sorted(alike, key=lambda name: name != old.name):
                 file, entry = self.free[name]
                 is_same = entry.content == old.content
