@@ -11,6 +11,7 @@ import pathlib
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +20,14 @@ import pytest
 
 import batchinf
 import jobs
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.slices import read_cut, write_cut
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.storage import Folder
 from batchinf.commands.check import check_job
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.head import read_head
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
 from batchinf.job.open import open_job_input, prepare_job
@@ -33,7 +36,8 @@ from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.state import list_logs
 from batchinf.replica import incarnation
 from batchinf.report.page import write_report
-from batchinf.source.cache import schema_text
+from batchinf.source.cache import FileFindings, schema_text
+from batchinf.source.formats.lines import JsonLines
 from batchinf.source.rows import Source
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import RULES, fingerprint
@@ -126,11 +130,67 @@ def rewrite(out: pathlib.Path, change: Callable[[Fields], Fields]) -> None:
 
 
 def test_a_job_keeps_the_rules_with_which_it_began(unpacked: Callable[[str], pathlib.Path]) -> None:
-    out = unpacked("format-2/generate-killed")
-    state = jobs.state_of(out)
-    assert "rules" not in state.header.spec
-    assert prepare_job(read_spec("job.yaml"), state).spec.rules == 1
+    out = unpacked("generate-killed")
+    rewrite(out, lambda line: {**line, "spec": {**line["spec"], "rules": 2}} if "spec" in line else line)
+    assert prepare_job(read_spec("job.yaml"), jobs.state_of(out)).spec.rules == 2
     assert prepare_job(read_spec("job.yaml")).spec.rules == RULES == 3
+
+
+OLD_RULES = "the job began with rules 1, which only batchinf of commit ce7877c3 and before has: use it"
+
+
+@pytest.mark.parametrize("task", ["generate", "score"])
+def test_a_prompt_of_older_rules_is_shown_if_it_comes_out_the_same(
+    unpacked: Callable[[str], pathlib.Path], task: str
+) -> None:
+    out = unpacked(f"format-2/{task}-finished")
+    assert "rules" not in jobs.state_of(out).header.spec
+    pieces = read_whole_row(OUT, "row-007").prompt
+    assert pieces is not None and "7 foxes" in "".join(piece.text for piece in pieces)
+
+    def otherwise(line: Fields) -> Fields:
+        """The job as if its rules had given each prompt a further sign."""
+        if "spec" not in line:
+            return line
+        spec = line["spec"]
+        return {**line, "spec": {**spec, "input": {**spec["input"], "prompt_template": "{{ prompt }}!"}}}
+
+    rewrite(out, otherwise)
+    row = read_whole_row(OUT, "row-007")
+    assert row.prompt is None
+    assert row.prompt_note == f"it is not known, because now it comes out otherwise than in the run; {OLD_RULES}"
+
+
+def test_an_input_that_has_other_rows_by_older_rules(
+    unpacked: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked("format-2/generate-finished")
+    scan = JsonLines.scan
+
+    def without_a_row(self: JsonLines, *given: Any) -> FileFindings:
+        findings = scan(self, *given)
+        return replace(findings, num_rows=findings.num_rows - 1)
+
+    monkeypatch.setattr(JsonLines, "scan", without_a_row)
+    monkeypatch.setattr(JsonLines, "key", "jsonl by later rules")
+    row = read_whole_row(OUT, "row-007")
+    assert row.prompt is None and row.prompt_note.endswith(OLD_RULES)
+    assert read_head(OUT, 3).rows
+
+
+def test_a_slice_does_not_begin_beside_those_of_older_rules(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path)
+    jobs.finish(spec, "--slice", "0/2")
+    cut = read_cut(str(tmp_path / "out"))
+    assert cut is not None and cut.rules == RULES
+    (tmp_path / "out" / "cut.json").unlink()
+    write_cut(str(tmp_path / "out"), replace(cut, rules=1), None)
+    refused = jobs.run("run", spec, "--slice", "1/2")
+    assert refused.returncode == 2
+    assert f"{tmp_path / 'out'}: {OLD_RULES} for the slices that have not begun" in refused.stderr
+    assert "already done" in jobs.finish(spec, "--slice", "0/2").stdout
+    with pytest.raises(SpecError, match="rules: got 1; must be a whole number, at least 2"):
+        read_spec(spec, ["rules=1"])
 
 
 # -- the format before ---------------------------------------------------------------------------------------------

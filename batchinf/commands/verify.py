@@ -222,7 +222,7 @@ def expected_numbers(task: Task, reference: Reference, stored: StoredNumbers, po
     """The reference's numbers for `stored.values`, in pieces [n, k]. pooling_type: as the engine reported it."""
     if stored.positions is None:
         pooling = task.pooling
-        is_cut = (pooling is not None and pooling.dimensions is not None) or task.spec.input.is_batch_file
+        is_cut = (pooling is not None and pooling.dimensions is not None) or task.spec.rows_may_set("dimensions")
         yield reference.embedding(stored.token_ids, pooling_type, stored.values.shape[1] if is_cut else None)
         return
     are_logprobs = _mode(task) == "raw_logprobs"

@@ -23,7 +23,7 @@ from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.pictures import Picture, Pictures
-from batchinf.manifest.versions import stored_spec
+from batchinf.manifest.versions import older_rules, rules_of, stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
 from batchinf.results import Results
@@ -170,7 +170,7 @@ def read_whole_row(out: str, name: str) -> WholeRow:
     prompt = None
     note = ""
     try:
-        ids = _prompt_ids(rows, again)
+        ids = _prompt_ids(results, rows, again)
         rows = [{**row, "prompt_token_ids": own} for row, own in zip(rows, ids, strict=True)]
         if any(own != ids[0] for own in ids):
             note = "the row has several; they are with the samples"
@@ -281,16 +281,18 @@ def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[st
                 yield from readable_rows(file.read_row_group(group).filter(matches))
 
 
-def _prompt_ids(rows: Sequence[Mapping[str, Any]], again: Callable[[], BuiltAgain]) -> list[list[int]]:
+def _prompt_ids(
+    results: Results, rows: Sequence[Mapping[str, Any]], again: Callable[[], BuiltAgain]
+) -> list[list[int]]:
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
     prompt = _only_prompt(again())
+    parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
+    _check_same(parts, rows, older_rules(rules_of(results.spec)))
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
-    parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
-    _check_same(parts, rows)
     return [part.token_ids for part in parts]
 
 
@@ -326,8 +328,8 @@ def _pictures(
     return pictures.of(prompt.image_sources, row.get(IMAGE_DIGESTS)), ""
 
 
-def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if the prompts of samples are not those of the run."""
+def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], note: str) -> None:
+    """Raise UserError if the prompts of samples are not those of the run. note: see `older_rules`."""
     for part, sample in zip(parts, rows, strict=True):
         # Of a prompt with images, only the hash from before the processor added their tokens can be compared. Whether
         # the images are the same is said beside each of them.
@@ -335,6 +337,8 @@ def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> N
         stored = sample.get(UNRENDERED_HASH) if part.image_sources else sample["prompt_hash"]
         is_known = part.error is None and stored is not None  # an error row may have none
         if is_known and prompt_hash(np.asarray(part.token_ids, np.int32), digests) != stored:
+            if note:
+                raise UserError(f"it is not known, because now it comes out otherwise than in the run; {note}")
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )

@@ -8,12 +8,14 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+from batchinf.base.errors import UserError
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder
 from batchinf.job.job import Job
 from batchinf.job.open import location_of, open_job
 from batchinf.job.repaired import repaired
 from batchinf.manifest.state import State, read_jobs
+from batchinf.manifest.versions import older_rules, rules_of
 from batchinf.spec.file import SpecFile
 
 
@@ -22,16 +24,21 @@ def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job in `folder` (`Results.root`), all slices as one, and the state of the first slice that has begun."""
     state = next(state for _, state in read_jobs(folder) if state is not None)
     file = _from_here(file, state.header.input_folder, folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = pathlib.Path(folder, SOURCE_FOLDER)
-        job = open_job(file, source if source.is_dir() else pathlib.Path(scratch), state, "leave")
-        with contextlib.closing(job.source):
-            if not (retries := state.repairs()):
-                yield job, state
-                return
-            now = repaired(job.source, Folder(folder), location_of(job.spec), retries, state=state)
-            with contextlib.closing(now):
-                yield dataclasses.replace(job, source=now), state
+    rules_note = older_rules(rules_of(state.header.spec))
+    try:
+        with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
+            source = pathlib.Path(folder, SOURCE_FOLDER)
+            job = open_job(file, source if source.is_dir() else pathlib.Path(scratch), state, "leave")
+            opened.enter_context(contextlib.closing(job.source))
+            if retries := state.repairs():
+                now = repaired(job.source, Folder(folder), location_of(job.spec), retries, state=state)
+                opened.enter_context(contextlib.closing(now))
+                job = dataclasses.replace(job, source=now)
+            yield job, state
+    except UserError as error:
+        if not rules_note:
+            raise
+        raise type(error)(f"{error}; {rules_note}") from error
 
 
 def _from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFile:

@@ -47,14 +47,16 @@ def column_warnings(task: Task, source: Source) -> Iterator[str]:
     yield from _mixed_type_warnings(task.spec, source)
     yield from _bad_file_warnings(task.spec, source)
     used = {name for _, name in named_columns(task.spec, task.input_columns)}
-    if task.spec.input.is_batch_file and (unused := [name for name in source.schema.names if name not in used]):
-        yield (
-            f"warning: lines of {task.spec.input.path} have {list_names(unused)} beside {', '.join(COLUMNS)}; the job "
-            f"does not use {'it' if len(unused) == 1 else 'them'}; output.keep_columns copies a column"
-        )
+    if task.spec.input.is_batch_file:
+        if unused := [name for name in source.schema.names if name not in used]:
+            yield (
+                f"warning: lines of {task.spec.input.path} have {list_names(unused)} beside {', '.join(COLUMNS)}; the "
+                f"job does not use {'it' if len(unused) == 1 else 'them'}; output.keep_columns copies a column"
+            )
+        return
     known = _KNOWN.union(*(_BESIDE.get(name, ()) for name in used))
     unused = [name for name in source.schema.names if name in known - used]
-    if unused and not task.spec.input.is_batch_file:
+    if unused:
         yield (
             f"warning: the input has {list_names(unused)}, which nothing in the spec names, so the job does not use "
             f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into "
@@ -66,7 +68,7 @@ def _bad_file_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
     """A warning for the files of which no row can have a prompt, as far as their columns say it."""
     where = spec.input
     needed = [getattr(where, form) for form in where.given(COLUMN_FORMS)]
-    if not where.given(PROMPT_FORMS) and not where.is_batch_file:
+    if not where.given(PROMPT_FORMS) and not where.has_own_conversations:
         needed = [spec.prompt_column]
     for names, files in source.files_by_columns.items():
         missing = [name for name in needed if name not in names]

@@ -103,10 +103,9 @@ def form_of_input(spec: JobSpec, location: Any) -> str:
 
 def _forms_of_prompts(spec: JobSpec) -> set[str]:
     where = spec.input
-    has_chats = CHAT_URL in task_type(spec).batch_urls
+    lines = LINES if CHAT_URL in task_type(spec).batch_urls else LINES_OF_VECTORS
     conditions = {
-        LINES: where.is_batch_file and has_chats,
-        LINES_OF_VECTORS: where.is_batch_file and not has_chats,
+        lines: where.is_batch_file,
         CONVERSATION: where.is_chat and not where.is_batch_file,
         IDS: where.token_ids_column is not None,
         PICTURES: bool(where.image_columns),
@@ -122,13 +121,14 @@ def _forms_of_job(spec: JobSpec) -> dict[str, bool]:
     sampling = spec.sampling
     task = task_type(spec)
     logprobs = (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids or None)
-    stops = {"stop", "stop_token_ids"} & {*sampling.model_dump(exclude_defaults=True), *sampling.columns}
+    given = sampling.model_dump(exclude_defaults=True)
+    stops = [name for name in ("stop", "stop_token_ids") if name in given or spec.rows_may_set(name)]
     return {
         PARSER: spec.model.tool_parser is not None and not spec.input.is_batch_file,
         ANSWERS: spec.input.answer_column is not None,
         LOGPROBS: task.makes_text and logprobs != (None, None, None),
         SCORED_TOKENS: task.only_scores and spec.output.include_token_logprobs,
-        STOPS: task.makes_text and (bool(stops) or not sampling.skip_special_tokens or spec.input.is_batch_file),
+        STOPS: task.makes_text and (bool(stops) or not sampling.skip_special_tokens),
         OUTPUT_TOKENS: task.makes_text,
         BUCKET: spec.output.is_bucket,
         RAY: spec.backend == "ray",

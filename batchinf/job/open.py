@@ -26,7 +26,6 @@ from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.model import Model, resolve, text_section
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
-from batchinf.prompts.openai.fields import removed_in
 from batchinf.prompts.openai.lines import (
     COLUMNS,
     NUM_LOOKED_AT,
@@ -48,7 +47,7 @@ from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of, task_of_url, task_type
 
@@ -149,19 +148,6 @@ def _check_lines(spec: JobSpec, task: Task, rows: Sequence[Mapping[str, object]]
         )
     check_urls(spec.input.path, rows)
     check_models(spec, rows)
-
-
-def check_removed(prepared: PreparedJob) -> None:
-    """Raise SpecError if the first lines of a begun job's batch file ask for what is refused since it began."""
-    spec = prepared.spec
-    if spec.rules > FIRST_RULES or not spec.input.is_batch_file:
-        return
-    rows = first_rows(location_of(spec)) or ()
-    if removed := next(filter(None, map(removed_in, rows)), None):
-        raise SpecError(
-            f"input.path: the job in {prepared.folder} began with lines that have {removed}, which is no longer "
-            "supported: finish it with the batchinf of commit 7d63964a"
-        )
 
 
 def _check_output_apart(spec: JobSpec) -> None:
@@ -288,7 +274,7 @@ def open_input(
         prepared = with_rows(prepared, source, say)
         spec = prepared.spec
         of_input = form_of_input(spec, location_of(spec))
-        if spec.rules > FIRST_RULES and state is None:
+        if state is None:
             refuse_unused(spec, of_input)
         for message in unused_fields(spec, of_input=of_input):
             say(f"note: {message}; this job has begun, so the field is passed over")
@@ -311,8 +297,7 @@ def open_input(
         )
         if state is None:  # the output of a begun job keeps its columns
             job.task.output_schema(carried_fields(spec, source))
-            if spec.rules > FIRST_RULES:
-                job.task.check_case(carried_fields(spec, source))
+            job.task.check_case(carried_fields(spec, source))
         at_error.pop_all()
         return job
 
@@ -335,9 +320,7 @@ def location_of(spec: JobSpec) -> InputLocation:
         revision=where.revision,
         name=where.name,
         csv=None if where.csv is None else where.csv.dialect,
-        is_new=spec.rules > FIRST_RULES,
         text_columns=_text_columns(where),
-        rules=spec.rules,
         is_shuffled=where.order != "input",
     )
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.slices import read_cut
 from batchinf.job.job import PreparedJob
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import older_rules, rules_of
 from batchinf.model.model import Model, resolve_sampling, sampling_defaults
 from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai.lines import COLUMNS
@@ -28,7 +29,7 @@ from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Source
 from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.input import InputSpec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import OLDEST_RULES, JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import stored_task, task_of, task_type
 
@@ -62,12 +63,17 @@ def before_model(file: SpecFile, state: State | None, task_of_lines: Callable[[J
 
 
 def _with_rules(file: SpecFile, state: State | None) -> SpecFile:
-    """The spec with the rules of the folder's job, or of its other slices, if it has begun."""
+    """The spec with the rules of the folder's job, or of its other slices, if it has begun.
+
+    Raises OutputError for a slice that has not begun beside slices that began by older rules.
+    """
     rules = file.spec.rules
     if state is not None:
-        rules = state.header.spec.get("rules", FIRST_RULES)
+        rules = max(rules_of(state.header.spec), OLDEST_RULES)
     elif file.slice is not None and (cut := read_cut(file.spec.output.folder)) is not None:
         rules = cut.rules
+        if why := older_rules(rules):
+            raise OutputError(f"{file.spec.output.path}: {why} for the slices that have not begun")
     return file if rules == file.spec.rules else replace(file, spec=file.spec.model_copy(update={"rules": rules}))
 
 
@@ -176,7 +182,7 @@ def with_columns(spec: JobSpec, names: Iterable[str], state: State | None) -> Jo
 
 def with_rows(prepared: PreparedJob, source: Source, say: Callable[[str], None]) -> PreparedJob:
     """The job with the values that its task reads from all rows, for a job that begins."""
-    if began_as(prepared.file, prepared.state) or prepared.spec.rules == FIRST_RULES:
+    if began_as(prepared.file, prepared.state):
         return prepared
     return replace(prepared, spec=prepared.task.settle(prepared.spec, source, say))
 

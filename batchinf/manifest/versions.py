@@ -1,7 +1,7 @@
 """What this version of batchinf can read and continue: format versions, stored specs and columns of other versions."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,7 +11,7 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.lines import Header
 from batchinf.spec.file import dump_spec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import OLDEST_RULES, JobSpec
 
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
 FORMAT_VERSION = 3
@@ -50,10 +50,25 @@ def check_current(folder: Folder, header: Header, *, is_done: bool) -> None:
     )
 
 
+def rules_of(spec: Mapping[str, Any]) -> int:
+    """The rules of a stored spec: 1 if it is older than their numbers."""
+    return int(spec.get("rules", 1))
+
+
+def older_rules(rules: int) -> str:
+    """Why rows of a job with these rules do not run, and their prompts may come out otherwise; empty if they do."""
+    if rules >= OLDEST_RULES:
+        return ""
+    return f"the job began with rules {rules}, which only batchinf of commit {_LAST_COMMITS[2]} and before has: use it"
+
+
 def stored_spec(spec: dict[str, Any]) -> JobSpec:
-    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
+    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it.
+
+    A spec of older rules has the oldest ones that there are: such a job is finished, so no row runs by them.
+    """
     try:
-        return JobSpec.model_validate({"rules": FIRST_RULES, **spec})
+        return JobSpec.model_validate({**spec, "rules": max(rules_of(spec), OLDEST_RULES)})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))

@@ -55,7 +55,7 @@ def _most_by_types(job: Job) -> int | None:
     """The most images of a row by the types of the columns; None if a value may be a list of them."""
     where = job.spec.input
     columns = [column for _, column in where.image_columns]
-    if not columns or where.messages_column is not None or where.is_batch_file:
+    if not columns or where.has_own_conversations:
         return None
     types = [job.source.schema.field(column).type for column in columns]
     # A text may be a list in JSON.

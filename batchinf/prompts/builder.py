@@ -1,7 +1,8 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +12,16 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.lines import BodyReader
-from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, RowRequest
 from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
-_NO_LINE = BatchRequest()
+_NO_REQUEST = RowRequest()
 # By `input.on_overlong`, the side of a prompt that is cut.
 _SIDES: dict[str, Side] = {"truncate_left": "left", "truncate_right": "right"}
 _SHOWN_CHARS = 60
@@ -40,7 +41,7 @@ class PromptBuilder:
         begun_at: str | None = None,
         *,
         output_room: int = 1,
-        reader: BodyReader[BatchRequest] | None = None,
+        reader: BodyReader[RowRequest] | None = None,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
         output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a
@@ -49,25 +50,28 @@ class PromptBuilder:
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling, vocab_size)
         self._adapter = RowAdapter(spec)
-        self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
         self._placeholders = self._renderer.placeholders(tokenizer)
-        self._batch: BatchPrompts | None = None
-        if spec.input.is_batch_file:
+        are_lines = spec.input.is_batch_file
+        if are_lines:
             reader = reader or BatchReader(spec)
-            self._batch = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
+            lines = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
+            self._request_of: Callable[[Row], RowRequest] = lines.read
+        else:
+            self._request_of = functools.partial(self._renderer.read, placeholders=self._placeholders)
+        # Lines have their sampling already.
+        own: list[RowAdapter | RowSampling] = [self._adapter] if are_lines else [self._adapter, self._sampling]
+        self._of_rows = [of_rows for of_rows in own if of_rows.is_set]
         self._with_special = Encoder(tokenizer, adds_special_tokens=True)
         self._without_special = Encoder(tokenizer, adds_special_tokens=False)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
-        adds = not spec.input.is_chat or self._batch is not None
+        adds = not spec.input.is_chat or are_lines
         self._encoder = self._with_special if adds else self._without_special
         self._has_images = spec.input.has_images
         self._has_places_in_text = spec.input.has_places_in_text
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
-        self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
-        self._parses_calls = spec.model.tool_parser is not None
+        self._takes_ids = spec.input.token_ids_column is not None or are_lines
         self._keeps_text = spec.output.include_prompt
-        self._has_line_seeds = spec.rules > FIRST_RULES
         # vLLM's tokenizer cuts the beginning where a text is generated.
         self._side_of_lines: Side = "left"
         self._side = _SIDES.get(spec.input.on_overlong)
@@ -94,25 +98,15 @@ class PromptBuilder:
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
         drafts = [self._draft(row, max_model_len) for row in rows]
-        if self._batch is not None:
-            return self._adapter.apply(rows, self._batch_prompts(rows, drafts, max_model_len))
-        prompts = [
-            self._finish(row, draft, ids, max_model_len)
-            for row, draft, ids in zip(rows, drafts, self._encoded(drafts), strict=True)
-        ]
-        prompts = self.with_own_values(rows, prompts)
-        for of_rows in self._of_rows:
-            prompts = of_rows.apply(rows, prompts)
-        return prompts
-
-    def _batch_prompts(self, rows: Sequence[Row], drafts: "Sequence[Draft]", max_model_len: int | None) -> list[Prompt]:
-        """The prompts of lines. A line may have several, which share its sampling."""
         encoded = self._encoded([part for draft in drafts for part in draft.parts or (draft,)])
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
             parts = [self._finish(row, part, next(encoded), max_model_len) for part in draft.parts or (draft,)]
             prompts.append(self._of_parts(parts) if draft.parts else parts[0])
-        return self.with_own_values(rows, prompts)
+        prompts = self.with_own_values(rows, prompts)
+        for of_rows in self._of_rows:
+            prompts = of_rows.apply(rows, prompts)
+        return prompts
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """The prompt of a line with several prompts. It has an error if all of them have one."""
@@ -191,31 +185,13 @@ class PromptBuilder:
     def _draft(self, row: Row, max_model_len: int | None) -> "Draft":
         """The row's text, or its ids or error if it needs no encoding."""
         try:
-            if self._batch is not None:
-                return self._batch_draft(self._batch, row, max_model_len)
-            return self._row_draft(row, max_model_len)
+            request = self._request_of(row)
         except RowFailed as failed:
             return Draft(None, failed.error)
-
-    def _row_draft(self, row: Row, max_model_len: int | None) -> "Draft":
-        """A draft of a row that is no line. Raises RowFailed."""
-        rendered = self._renderer.render_images(row, self._placeholders)
-        draft = Draft(rendered.text, rendered.token_ids)
-        if rendered.token_ids is None:
-            draft = self._text_draft(rendered.text or "", self._encoder, max_model_len)
-        if not rendered.sources and not self._parses_calls:
-            return draft
-        tools = self._renderer.tools(row) if self._parses_calls else None
-        if not rendered.sources and tools is None:
-            return draft
-        return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
-
-    def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
-        request = batch.read(row)
-        sampling = self._sampling.with_values(request.sampling)
+        sampling = None if request.sampling is None else self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
             return Draft(request.text, sampling, request=request)
-        parts = [self._line_draft(batch, part, sampling, max_model_len) for part in request.parts or (request,)]
+        parts = [self._part_draft(part, sampling, max_model_len) for part in request.parts or (request,)]
         return self._of_drafts(parts) if request.parts else parts[0]
 
     def _of_drafts(self, parts: "Sequence[Draft]") -> "Draft":
@@ -225,14 +201,10 @@ class PromptBuilder:
             return replace(parts[0], ids=ids, parts=tuple(parts))
         return replace(parts[0], text="\n".join(part.text or "" for part in parts), parts=tuple(parts))
 
-    def _line_draft(
-        self, batch: BatchPrompts, part: BatchRequest, sampling: SamplingSpec, max_model_len: int | None
-    ) -> "Draft":
-        """A draft of one prompt of a line."""
-        try:
-            request = batch.rendered(part)
-        except RowFailed as failed:
-            return Draft(None, failed.error, request=part)
+    def _part_draft(self, request: RowRequest, sampling: SamplingSpec | None, max_model_len: int | None) -> "Draft":
+        """A draft of one prompt of a row."""
+        if request.error is not None:
+            return Draft(None, request.error, request=request)
         if request.token_ids is not None:
             draft = Draft(request.text, request.token_ids)
         else:
@@ -294,7 +266,8 @@ class PromptBuilder:
 
     def _line_seed(self, draft: "Draft") -> int | None:
         """The seed that a line of a batch file gives; None without one, and for -1, which is vLLM's word for none."""
-        if not self._has_line_seeds or draft.sampling is None or draft.request.sampling.get("seed") in (None, -1):
+        given = None if draft.request.sampling is None else draft.request.sampling.get("seed")
+        if draft.sampling is None or given in (None, -1):
             return None
         return draft.sampling.seed
 
@@ -376,8 +349,8 @@ class Draft:
     """Encodes `text`; None: `ids` is set."""
     sampling: SamplingSpec | None = None
     """The row's own, from a line of a batch file."""
-    request: BatchRequest = _NO_LINE
-    """The line's; of a row that is no line, only its tools and its images."""
+    request: RowRequest = _NO_REQUEST
+    """The row's; of a row that cannot be read, one without fields."""
     parts: "tuple[Draft, ...]" = ()
     """Of a line with several prompts."""
 

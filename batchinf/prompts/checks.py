@@ -130,7 +130,7 @@ def prompt_warnings(
     the template of the model that they were made from.
     """
     where = spec.input
-    is_text = not (may_lack_template or where.is_chat or where.is_batch_file) and where.token_ids_column is None
+    is_text = not (may_lack_template or where.is_chat or where.has_own_conversations) and where.token_ids_column is None
     if is_text and model.has_chat_template and not is_embedded and where.apply_chat_template is None:
         form = "prompt_template" if where.prompt_template is not None else "prompt_column"
         yield (
@@ -172,7 +172,7 @@ def _conversation_warnings(where: InputSpec) -> Iterator[str]:
 def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
     """What the first rows give to a chat template that never reads it."""
     where = spec.input
-    if where.messages_column is None and not where.is_batch_file:
+    if not where.has_own_conversations:
         return
     template = own_templates(pathlib.Path(model.tokenizer)).get(where.chat_template or "default", where.chat_template)
     if template is None:

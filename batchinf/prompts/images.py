@@ -73,21 +73,6 @@ class RenderedPrompt:
     """Makes `Request.rendered` for ids that begin with `token_ids`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextWithImages:
-    """A prompt: the text or the token ids, with a placeholder for each of its images."""
-
-    text: str | None
-    sources: tuple[ImageSource, ...]
-    token_ids: list[int] | None = None
-    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
-
-    @property
-    def prompt(self) -> str | list[int]:
-        """The ids, or else the text."""
-        return (self.text or "") if self.token_ids is None else self.token_ids
-
-
 def images_of(values: Mapping[str, object], columns: Iterable[str]) -> list[ImageSource]:
     """The images that a row has in these columns, in their order. Raises RowFailed."""
     return [source for column in columns for source in sources_of(values.get(column), column)]
@@ -260,15 +245,15 @@ def render_conversation(
     own: Sequence[ImageSource],
     render: Callable[[list[Message]], str],
     placeholders: Placeholders | None,
-) -> TextWithImages:
-    """The text of a conversation with its images. Raises RowFailed.
+) -> tuple[str, list[int] | None, tuple[ImageSource, ...]]:
+    """The text of a conversation, its ids if it spells a placeholder, and its images. Raises RowFailed.
 
     own: see `place_images`. render: see `Placeholders.as_text`.
     """
     with_places, sources = place_images(messages, own)
     text = render(with_places)
     ids = placeholders.as_text(with_places, render) if sources and placeholders is not None else None
-    return TextWithImages(text, sources, ids)
+    return text, ids, sources
 
 
 # -- prompts whose images are looked at --------------------------------------------------------------------------------

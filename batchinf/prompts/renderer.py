@@ -14,19 +14,19 @@ from batchinf.prompts.encoder import TextCutter
 from batchinf.prompts.images import (
     ImageSource,
     Placeholders,
-    TextWithImages,
     empty_columns,
     images_of,
     render_conversation,
 )
 from batchinf.prompts.openai.lines import COLUMNS, missing_columns
+from batchinf.prompts.openai.requests import RowRequest
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
 from batchinf.records import Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
 from batchinf.spec.input import InputSpec, MessageSpec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 
 TOOLS = "tools"  # the column of datasets of conversations
 
@@ -100,13 +100,14 @@ class Renderer:
         self._column = spec.prompt_column
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
-        self._templates = {field: RowTemplate(text, field, cut, spec.rules) for field, text in _texts(where)}
+        self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
         self.image_columns = tuple(dict.fromkeys(column for _, column in where.image_columns))
-        refuses = where.images is not None and where.images.on_missing == "error" and spec.rules > FIRST_RULES
+        refuses = where.images is not None and where.images.on_missing == "error"
         self.needs_images = refuses and bool(self.image_columns)
         self._is_chat = where.is_chat
+        self._parses_calls = spec.model.tool_parser is not None
         self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _template_columns(self) -> tuple[tuple[str, str], ...]:
@@ -147,7 +148,7 @@ class Renderer:
 
     def render(self, row: Row) -> str:
         """The prompt's text, which is valid Unicode and not empty. Raises RowFailed."""
-        return self.render_images(row, None).text or ""
+        return self.read(row, None).text or ""
 
     def _chat_text(self, messages: Sequence[Message], values: Mapping[str, object]) -> str:
         """The text of a conversation, with the row's tools. Without any, the job's options stay."""
@@ -155,8 +156,8 @@ class Renderer:
         tools = self._own_tools(values)
         return check_text(self._chat.render(messages, **({} if tools is None else {"tools": tools})))
 
-    def render_images(self, row: Row, placeholders: Placeholders | None) -> TextWithImages:
-        """The prompt's text or its ids, which are not yet checked, with the images of the row. Raises RowFailed.
+    def read(self, row: Row, placeholders: Placeholders | None) -> RowRequest:
+        """The request of a row that is no line. Its token ids are not yet checked. Raises RowFailed.
 
         placeholders: see `Renderer.placeholders`.
         """
@@ -170,13 +171,18 @@ class Renderer:
         if not self._is_chat:
             return self._plain(row.values, tuple(own))
         messages = self._conversation(row.values)
-        return render_conversation(messages, own, lambda them: self._chat_text(them, row.values), placeholders)
+        text, ids, images = render_conversation(
+            messages, own, lambda them: self._chat_text(them, row.values), placeholders
+        )
+        tools = self._tools(row.values) if self._parses_calls else None
+        return RowRequest(text=text, token_ids=ids, images=images, tools=tools, is_chat=True, sampling=None)
 
-    def _plain(self, values: Mapping[str, object], images: tuple[ImageSource, ...]) -> TextWithImages:
+    def _plain(self, values: Mapping[str, object], images: tuple[ImageSource, ...]) -> RowRequest:
         """A prompt without the chat template."""
         if (column := self._input.token_ids_column) is not None:
-            return TextWithImages(None, images, take_list(values, column, "token ids", kind=int))
-        return TextWithImages(check_text(self._text(values)), images)
+            ids = take_list(values, column, "token ids", kind=int)
+            return RowRequest(token_ids=ids, images=images, sampling=None)
+        return RowRequest(text=check_text(self._text(values)), images=images, sampling=None)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
@@ -188,7 +194,7 @@ class Renderer:
         if self._chat is not None:
             return Placeholders(self._chat, tokenizer)
         # A plain text may have a placeholder that no template says, and lines of a batch file need no template at all.
-        needs_none = (ValueError,) if self._input.is_batch_file else (ValueError, SpecError)
+        needs_none = (ValueError,) if self._input.has_own_conversations else (ValueError, SpecError)
         with contextlib.suppress(*needs_none):
             return Placeholders(ChatTemplate(self._input, tokenizer, None), tokenizer)
         return None
@@ -199,12 +205,9 @@ class Renderer:
         tools = None if column is None else read_tools(values.get(column), f"column '{column}'")
         return list(self._input.tools) if tools is None and self._input.tools is not None else tools
 
-    def tools(self, row: Row) -> Tools | None:
-        """The tools that the model may call in its answer to a row; None without any. For a job that parses calls.
-
-        Raises RowFailed.
-        """
-        tools = self._own_tools(row.values) if self._is_chat else None
+    def _tools(self, values: Mapping[str, object]) -> Tools | None:
+        """The tools that the model may call in its answer to a row; None without any. Raises RowFailed."""
+        tools = self._own_tools(values)
         if tools is None:
             return None
         where = self._input

@@ -22,7 +22,6 @@ from jinja2.utils import missing
 from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import describe_error, list_names
 from batchinf.source.types import WrittenNumber
-from batchinf.spec.job import FIRST_RULES
 
 # Far more than any model's context.
 MAX_TEXT_CHARS = 64 << 20
@@ -51,15 +50,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "%"})
 
-    def __init__(self, rules: int) -> None:
-        """rules: see `JobSpec.rules`."""
-        self.is_by_first_rules = rules == FIRST_RULES
-        super().__init__(
-            undefined=jinja2.StrictUndefined if self.is_by_first_rules else Absent,
-            autoescape=False,
-            keep_trailing_newline=True,
-            finalize=_refuse_unprintable if self.is_by_first_rules else _printed,
-        )
+    def __init__(self) -> None:
+        super().__init__(undefined=Absent, autoescape=False, keep_trailing_newline=True, finalize=_printed)
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = _tojson
         self.filters[_PRINTED] = _refuse_missing
@@ -71,7 +63,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """See jinja2. A row may give the factor, so a text is not repeated beyond the limit."""
         if operator == "*" and max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
             raise TooMuchText
-        if operator == "%" and isinstance(left, str) and not self.is_by_first_rules:
+        if operator == "%" and isinstance(left, str):
             right = _PrintedDict(right) if isinstance(right, dict) else tuple(_refuse_missing_items(_as_tuple(right)))
         return super().call_binop(context, operator, left, right)
 
@@ -79,7 +71,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
         moment = getattr(__obj, "__self__", None)
         name = getattr(__obj, "__name__", "")
-        formats = name in ("format", "format_map") and not __self.is_by_first_rules
+        formats = name in ("format", "format_map")
         if formats and isinstance(getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None), str):
             _refuse_missing_items([*args, *kwargs.values()])
             args = tuple(_PrintedDict(value) if isinstance(value, dict) else value for value in args)
@@ -240,21 +232,19 @@ class RowTemplate:
     value.
     """
 
-    def __init__(self, source: str, field: str, cut: CutFunction | None, rules: int) -> None:
-        """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered. rules: see
-        `JobSpec.rules`.
+    def __init__(self, source: str, field: str, cut: CutFunction | None) -> None:
+        """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered.
 
         Raises SpecError, with the line, for a wrong template.
         """
         # For the messages of error rows: `the template`, or the name of one template of a conversation.
         self._name = "the template" if field == "input.prompt_template" else f"the template {field}"
-        environment = Environment(rules)
+        environment = Environment()
         environment.filters["truncate_tokens"] = functools.partial(_truncate, cut)
         try:
             tree = environment.parse(source)
             self._aliases = _Aliases(tree).aliases
-            if not environment.is_by_first_rules:
-                _TextsOfNulls().visit(tree)
+            _TextsOfNulls().visit(tree)
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             match = _SEVERAL_WORDS.search(source)

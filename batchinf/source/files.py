@@ -57,9 +57,6 @@ def say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-FIRST_RULES = 1  # of jobs that began before rules had numbers; `source` does not know the spec
-
-
 @dataclass(frozen=True, slots=True)
 class InputLocation:
     """Where the rows are."""
@@ -84,8 +81,6 @@ class InputLocation:
     """The format with which a job began. Files of a folder that have it are its rows, whatever else came since."""
     text_columns: tuple[str, ...] = ()
     """Columns that are text in a row of CSV, whatever their type: the prompt and the like."""
-    rules: int | None = None
-    """Of the job, see `JobSpec.rules`; None: today's."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False

@@ -83,7 +83,6 @@ def open_copy(
         format,
         csv=where.csv,
         text_columns=where.text_columns,
-        rules=where.rules,
         named=where.named,
         is_shuffled=True,
     )

@@ -18,7 +18,7 @@ from batchinf.base.errors import DriftError, InputError, NoRowsError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests, Watch
-from batchinf.source.files import FIRST_RULES, InputFile, InputLocation, refuse_pointers
+from batchinf.source.files import InputFile, InputLocation, refuse_pointers
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
@@ -120,7 +120,7 @@ def _of_files(
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
-        if new == "take" and input.rules != FIRST_RULES:
+        if new == "take":
             _refuse_lost_folders(scanned.values())
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):

@@ -413,6 +413,11 @@ class InputSpec(Section):
         return self.format == OpenAIBatch.name
 
     @property
+    def has_own_conversations(self) -> bool:
+        """Whether a row may have a conversation of its own: in a column, or as a line of a batch file."""
+        return self.messages_column is not None or self.is_batch_file
+
+    @property
     def is_chat(self) -> bool:
         """Whether prompts go through a chat template."""
         return bool(self.given(CHAT_FIELDS))

@@ -57,7 +57,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
 # The number of today's rules by which files become rows, prompts and seeds. A change that gives a job other rows,
 # prompts or seeds raises it, and keeps the old rule for jobs that began with a lower number.
 RULES = 3
-FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
+OLDEST_RULES = 2  # that rows can run by; of jobs that began by rules 1, only finished ones are read
 RULES_OF_ATTEMPTS = 3  # the first by which the number of an attempt enters the seeds of rows that run again
 
 # The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
@@ -289,7 +289,7 @@ class JobSpec(Section):
     """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
     """Run the scripted engine instead of vLLM, to try a job without a model."""
-    rules: Annotated[int, Field(ge=1, le=RULES), LAYOUT] = RULES
+    rules: Annotated[int, Field(ge=OLDEST_RULES, le=RULES), LAYOUT] = RULES
     """The number of the rules by which files become rows, prompts and seeds. A job keeps those with which it began."""
 
     @model_validator(mode="before")
@@ -374,7 +374,7 @@ class JobSpec(Section):
                         "them", "sampling.structured_outputs")  # fmt: skip
 
     def rows_may_set(self, field: str) -> bool:
-        """Whether a row may have its own value of a field of `sampling`: by a column, or as a line of a batch file."""
+        """Whether a row may have its own value of a field: by `sampling.columns`, or as a line of a batch file."""
         return self.input.is_batch_file or field in self.sampling.columns
 
     @property
@@ -382,6 +382,11 @@ class JobSpec(Section):
         """Whether a row's text may have to follow a structure: the job's, the row's own, or that of a tool call."""
         has_own = self.rows_may_set("structured_outputs") or self.model.tool_parser is not None
         return self.sampling.may_have("structured_outputs") or has_own
+
+    @property
+    def engine_needs(self) -> tuple[bool, bool]:
+        """What fields of `sampling` that a retry may change decide of the engine's arguments."""
+        return self.may_have_structures, self.sampling.may_have("thinking_token_budget")
 
     @property
     def has_auto_length(self) -> bool:

@@ -1,11 +1,10 @@
-"""Jobs over CSV: what the prompts and the ids are made of, and that a job that began by older rules keeps them."""
+"""Jobs over CSV: what the prompts and the ids are made of."""
 
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jobs
-from batchinf.spec.job import FIRST_RULES
 
 SECTIONS = "section,price,title,n\n1.1,19.90,Scope,3\n1.2,5,Terms,4\n1.10,7.25,Annexes,5\n,1e3,Nameless,6\n"
 TEMPLATE = "{{ section or '-' }} {{ price }} {{ price * 2 }} {{ {'p': price} | tojson }} {{ n }}"
@@ -14,12 +13,6 @@ NEW = [
     ("1.2", "1.2 5 10.0 {\"p\": 5} 4"),
     ("1.10", "1.10 7.25 14.5 {\"p\": 7.25} 5"),
     (None, "- 1e3 2000.0 {\"p\": 1e3} 6"),
-]  # fmt: skip
-OLD = [
-    (1.1, "1.1 19.9 39.8 {\"p\": 19.9} 3"),
-    (1.2, "1.2 5.0 10.0 {\"p\": 5.0} 4"),
-    (1.1, "1.1 7.25 14.5 {\"p\": 7.25} 5"),
-    (None, "- 1000.0 2000.0 {\"p\": 1000.0} 6"),
 ]  # fmt: skip
 
 
@@ -48,25 +41,6 @@ def test_a_number_is_printed_as_it_stands_in_the_file(tmp_path: pathlib.Path) ->
     assert all(row["num_output_tokens"] <= 3 + row["row_index"] for row in rows)
     assert "Annexes" not in jobs.run("validate", spec, "--row", "1.1").stdout
     assert "1.10 7.25" in jobs.run("validate", spec, "--row", "1.10").stdout
-
-
-def test_a_job_by_the_first_rules_keeps_its_prompts_and_ids(tmp_path: pathlib.Path) -> None:
-    many = SECTIONS + "".join(f"1.{row}0,{row}.50,Row,3\n" for row in range(40))
-    where = {"prompt_template": TEMPLATE}
-    spec = spec_over(tmp_path, many, where, rules=FIRST_RULES, output={"rows_per_shard": 4})
-    assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
-    # The spec need not say it again.
-    spec_over(tmp_path, many, where, output={"rows_per_shard": 4})
-    jobs.finish(spec)
-    found = ids_and_prompts(tmp_path / "out")
-    ids = [float(f"1.{row}") for row in range(40)]
-    more = [(id, f'{id} {row}.5 {2 * row + 1}.0 {{"p": {row}.5}} 3') for row, id in enumerate(ids)]
-    assert found == [*OLD, *more]
-    jobs.finish(spec, "--retry", "row_index < 2")
-    assert ids_and_prompts(tmp_path / "out") == found
-    (tmp_path / "rows.csv").write_text(many + "9.90,1.50,More,3\n")
-    jobs.finish(spec, "--extend")
-    assert ids_and_prompts(tmp_path / "out") == [*found, (9.9, '9.9 1.5 3.0 {"p": 1.5} 3')]
 
 
 def test_new_rows_may_have_the_first_number_with_a_point(tmp_path: pathlib.Path) -> None:

@@ -322,44 +322,6 @@ def test_another_model_in_every_line_is_found_before_a_replica_starts(tmp_path: 
     job.source.close()
 
 
-def lines_with(folder: pathlib.Path, *others: dict[str, Any]) -> str:
-    """A batch file of twelve lines for any version, and others."""
-    lines = [*(line(number, CHAT, {}) for number in range(12)), *others]
-    path = folder / "batch.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "name"),
-    [
-        ("/v1/responses", {"input": "Say hello."}, "/v1/responses"),
-        (CHAT, {"guided_choice": ["a"]}, "body.guided_choice"),
-        (COMPLETIONS, {"echo": True}, "body.echo"),
-    ],
-)
-def test_a_begun_job_with_what_is_gone_is_finished_by_the_version_that_began_it(
-    url: str, body: dict[str, Any], name: str, tmp_path: pathlib.Path
-) -> None:
-    where = {"path": lines_with(tmp_path, line(12, url, body)), "id_column": None, "chat_template": TEMPLATE}
-    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": [], "rows_per_shard": 4}, rules=1)
-    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
-    refused = jobs.run("run", spec)
-    assert refused.returncode == 2
-    assert f"began with lines that have {name}, which is no longer supported: finish it with" in refused.stderr
-
-
-def test_other_begun_jobs_and_finished_ones_go_on(tmp_path: pathlib.Path) -> None:
-    where = {"path": lines_with(tmp_path), "id_column": None, "chat_template": TEMPLATE}
-    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": [], "rows_per_shard": 4}, rules=1)
-    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
-    jobs.finish(spec)
-    (tmp_path / "done").mkdir()
-    where["path"] = lines_with(tmp_path / "done", line(12, CHAT, {"guided_choice": ["a"]}))
-    done = jobs.spec_of(tmp_path / "done", input=where, output={"keep_columns": []}, rules=1, max_error_rate=1)
-    assert [jobs.run("run", done).returncode for _ in range(2)] == [0, 0]
-
-
 def test_a_file_of_responses_alone_does_not_start(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text(json.dumps(line(0, "/v1/responses", {"input": "Say hello."})) + "\n")

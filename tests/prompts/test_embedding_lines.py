@@ -19,7 +19,7 @@ from batchinf.commands.diff import diff_jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.job.open import prepare_job
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.openai.requests import BatchRequest
+from batchinf.prompts.openai.requests import RowRequest
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
@@ -49,7 +49,7 @@ def line(number: object = 0, /, **body: Any) -> dict[str, Any]:
     return {"custom_id": str(number), "method": "POST", "url": URL, "body": body}
 
 
-def read(spec: JobSpec | None = None, /, **body: Any) -> BatchRequest | RowError:
+def read(spec: JobSpec | None = None, /, **body: Any) -> RowRequest | RowError:
     return jobs.or_error(EmbeddingReader(spec or spec_of()).read, line(**body))
 
 
@@ -63,16 +63,16 @@ def built(spec: JobSpec | None = None, max_model_len: int = 64, /, **body: Any) 
 @pytest.mark.parametrize(
     ("value", "inputs"),
     [
-        ("a", (BatchRequest(text="a"),)),
-        (["a"], (BatchRequest(text="a"),)),
-        (["a", "b"], (BatchRequest(text="a"), BatchRequest(text="b"))),
-        ([1, 2], (BatchRequest(token_ids=[1, 2]),)),
-        ([[1, 2], [3]], (BatchRequest(token_ids=[1, 2]), BatchRequest(token_ids=[3]))),
+        ("a", (RowRequest(text="a"),)),
+        (["a"], (RowRequest(text="a"),)),
+        (["a", "b"], (RowRequest(text="a"), RowRequest(text="b"))),
+        ([1, 2], (RowRequest(token_ids=[1, 2]),)),
+        ([[1, 2], [3]], (RowRequest(token_ids=[1, 2]), RowRequest(token_ids=[3]))),
     ],
 )
-def test_forms_of_the_input(value: object, inputs: tuple[BatchRequest, ...]) -> None:
+def test_forms_of_the_input(value: object, inputs: tuple[RowRequest, ...]) -> None:
     request = read(input=value)
-    assert isinstance(request, BatchRequest)
+    assert isinstance(request, RowRequest)
     assert request.parts == inputs
 
 
@@ -107,7 +107,7 @@ def test_conversations(body: dict[str, Any]) -> None:
 def test_fields_that_change_nothing(body: dict[str, Any]) -> None:
     assert built(input="Once", **body).inputs == built(input="Once").inputs
     request = read(input="Once", **body)
-    assert isinstance(request, BatchRequest)
+    assert isinstance(request, RowRequest)
     assert request.dimensions is None
 
 
@@ -146,12 +146,12 @@ def test_what_is_refused(body: dict[str, Any], words: str) -> None:
 
 def test_dimensions_and_the_form_of_the_answer() -> None:
     asked = read(input="a", dimensions=8, encoding_format="base64")
-    assert isinstance(asked, BatchRequest)
+    assert isinstance(asked, RowRequest)
     assert (asked.dimensions, json.loads(asked.form or "")) == (8, {"url": URL, "encoding_format": "base64"})
     cut = spec_of(pooling={"dimensions": 8})
     for number, expected in ((8, None), (WIDTH, WIDTH), (16, 16)):
         request = read(cut, input="a", dimensions=number)
-        assert isinstance(request, BatchRequest)
+        assert isinstance(request, RowRequest)
         assert request.dimensions == expected
 
 

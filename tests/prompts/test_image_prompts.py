@@ -21,7 +21,6 @@ from batchinf.records import Prompt
 from batchinf.source.find import folder_of
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
-from batchinf.spec.job import RULES
 from batchinf.tasks.columns import prompt_hash
 
 PICTURE = png([[[10, 20, 30]] * 3] * 2)
@@ -243,7 +242,7 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_template_prints_no_bytes() -> None:
-    template = RowTemplate("Is it {{ photo }}?", "input.prompt_template", None, RULES)
+    template = RowTemplate("Is it {{ photo }}?", "input.prompt_template", None)
     for photo in (PICTURE, {"bytes": PICTURE, "path": "a.png"}):
         with pytest.raises(RowFailed, match="it prints bytes; images stand in parts of type image"):
             template.fill({"photo": photo})

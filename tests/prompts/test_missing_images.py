@@ -51,13 +51,11 @@ def test_a_row_without_any_image_is_an_error_row(form: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_runs_if_the_spec_lets_it_and_in_jobs_of_before(form: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_it_runs_if_the_spec_lets_it(form: dict[str, Any], tmp_path: pathlib.Path) -> None:
     allowed = spec_with(tmp_path, {**form, "images": {"on_missing": "run"}})
-    before = spec_with(tmp_path, form).model_copy(update={"rules": 1})
-    for number, spec in enumerate((allowed, before)):
-        prompts = prompts_of(spec, tmp_path / f"cache {number}")
-        assert [prompt.error for prompt in prompts] == [None] * 5
-        assert [len(prompt.image_sources) for prompt in prompts] == [2, 1, 0, 0, 0]
+    prompts = prompts_of(allowed, tmp_path / "cache")
+    assert [prompt.error for prompt in prompts] == [None] * 5
+    assert [len(prompt.image_sources) for prompt in prompts] == [2, 1, 0, 0, 0]
 
 
 def test_rows_without_images_are_counted_as_empty_texts_are(tmp_path: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ from batchinf.prompts.openai.lines import (
     RERANK_URL,
     SCORE_URL,
 )
-from batchinf.prompts.openai.requests import BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchReader, RowRequest
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.prompts import EmbeddingReader
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest
@@ -89,7 +89,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 
 
 TASKS = {EMBEDDINGS_URL: "embed", SCORE_URL: "rerank", RERANK_URL: "rerank"}
-Read = BatchRequest | RerankRequest
+Read = RowRequest | RerankRequest
 
 
 def read(url: str, **body: Any) -> Read | RowError:

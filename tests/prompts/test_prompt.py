@@ -18,7 +18,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer, show
 from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.source.rows import Row
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 COLUMNS = ["id", "prompt", "question", "kind"]
@@ -336,40 +336,37 @@ def test_a_template_that_fails(template: str, error_type: str, message: str) -> 
 
 # A template that makes a text of `x`, and the text of jobs that began before this was refused, with a null.
 NULLS_MADE_TEXTS = [
-    ("{{ x | trim }}", "None"),
-    ("{{ x | upper }}", "NONE"),
-    ("{{ x | string | replace('o', '0') }}", "N0ne"),
-    ("{{ 'city ' ~ x }}", "city None"),
-    ("{{ [x, y] | join(', ') }}", "None, b"),
-    ("{{ [x, y] | map('title') | join }}", "NoneB"),
-    ("{{ '%s' | format(x) }}", "None"),
-    ("{{ '%s and %s' % (x, y) }}", "None and b"),
-    ("{{ '{} {}'.format(y, x) }}", "b None"),
-    ("{{ x | truncate_tokens(4) | lower }}", "none"),
-    ("{{ '%s %s' | format(*[y, x]) }}", "b None"),
-    ("{{ '%(a)s' % {'a': x} }}{{ y }}", "Noneb"),
-    ("{{ '{a}'.format_map({'a': x}) }}{{ y }}", "Noneb"),
-    ("{{ '{0[a]}'.format({'a': x}) }}{{ y }}", "Noneb"),
-    ("{% set z = 'a' ~ x %}{{ z }}", "aNone"),
-    ("{{ x | safe }}{{ y }}", "Noneb"),
-    ("{{ x | pprint }}{{ y }}", "Noneb"),
-    ("{{ x | format }}{{ y }}", "Noneb"),
-    ("{{ x | int }}{{ y }}", "0b"),
-    ("{{ x | float + 1 }}{{ y }}", "1.0b"),
+    "{{ x | trim }}",
+    "{{ x | upper }}",
+    "{{ x | string | replace('o', '0') }}",
+    "{{ 'city ' ~ x }}",
+    "{{ [x, y] | join(', ') }}",
+    "{{ [x, y] | map('title') | join }}",
+    "{{ '%s' | format(x) }}",
+    "{{ '%s and %s' % (x, y) }}",
+    "{{ '{} {}'.format(y, x) }}",
+    "{{ x | truncate_tokens(4) | lower }}",
+    "{{ '%s %s' | format(*[y, x]) }}",
+    "{{ '%(a)s' % {'a': x} }}{{ y }}",
+    "{{ '{a}'.format_map({'a': x}) }}{{ y }}",
+    "{{ '{0[a]}'.format({'a': x}) }}{{ y }}",
+    "{% set z = 'a' ~ x %}{{ z }}",
+    "{{ x | safe }}{{ y }}",
+    "{{ x | pprint }}{{ y }}",
+    "{{ x | format }}{{ y }}",
+    "{{ x | int }}{{ y }}",
+    "{{ x | float + 1 }}{{ y }}",
 ]
 
 
-@pytest.mark.parametrize(("template", "before"), NULLS_MADE_TEXTS)
+@pytest.mark.parametrize("template", NULLS_MADE_TEXTS)
 @pytest.mark.parametrize(("value", "word"), [(None, "null"), (math.nan, "NaN")])
-def test_a_null_never_becomes_a_word(template: str, before: str, value: object, word: str) -> None:
+def test_a_null_never_becomes_a_word(template: str, value: object, word: str) -> None:
     section = {"prompt_template": template}
     [error] = build([{"x": value, "y": "b"}], input=section)
     assert isinstance(error, RowError)
     assert error.error_type == "null_prompt"
     assert error.error_message.startswith(f"the template prints a {word} ({word} here: x); {{{{ x ")
-    begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
-    if value is None:
-        assert Renderer(begun).render(Row(0, {"x": None, "y": "b"})) == before
 
 
 @pytest.mark.parametrize(
@@ -396,9 +393,6 @@ def test_a_column_that_a_row_does_not_have_is_false_like_a_null() -> None:
     section = {"prompt_template": "{{ y }}{{ x or '-' }}{% if x %}!{% endif %}"}
     row = Row(0, {"y": "b"})
     assert Renderer(make_spec(input=section)).render(row) == "b-"
-    begun = make_spec(input=section).model_copy(update={"rules": FIRST_RULES})
-    before = jobs.or_error(Renderer(begun).render, row)
-    assert before == RowError("template_error", "the template failed at line 1: 'x' is undefined")
     nested = Renderer(make_spec(input={"prompt_template": "{{ meta.titel or '-' }}"}))
     of_value = jobs.or_error(nested.render, Row(0, {"meta": {}}))
     assert of_value == RowError(
@@ -513,42 +507,38 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Any, content: str | None) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "text", "before"),
+    ("value", "text"),
     [
-        ([datetime.time(1, 2, 3)], "[01:02:03]", "[datetime.time(1, 2, 3)]"),
-        ({"d": datetime.date(2024, 1, 31), "n": None}, "{'d': 2024-01-31, 'n': None}",
-         "{'d': datetime.date(2024, 1, 31), 'n': None}"),
-        ([("k", decimal.Decimal("0E-9"))], "[('k', 0.000000000)]", "[('k', Decimal('0E-9'))]"),
-        ([{"t": [datetime.timedelta(1)]}, "a"], "[{'t': [1 day, 0:00:00]}, 'a']",
-         "[{'t': [datetime.timedelta(days=1)]}, 'a']"),
-        ([b"ab"], None, "[b'ab']"),
-        ({"a": [b"ab"]}, None, "{'a': [b'ab']}"),
+        ([datetime.time(1, 2, 3)], "[01:02:03]"),
+        ({"d": datetime.date(2024, 1, 31), "n": None}, "{'d': 2024-01-31, 'n': None}"),
+        ([("k", decimal.Decimal("0E-9"))], "[('k', 0.000000000)]"),
+        ([{"t": [datetime.timedelta(1)]}, "a"], "[{'t': [1 day, 0:00:00]}, 'a']"),
+        ([b"ab"], None),
+        ({"a": [b"ab"]}, None),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("template", ["{{ x }}", "{{ x | string }}", "{{ x ~ '' }}", "{{ [x] | join(',') }}"])
-def test_values_in_a_list_are_printed_as_alone(value: object, text: str | None, before: str, template: str) -> None:
+def test_values_in_a_list_are_printed_as_alone(value: object, text: str | None, template: str) -> None:
     spec = make_spec(input={"prompt_template": template})
     rendered = jobs.or_error(Renderer(spec).render, Row(0, {"x": value}))
     if text is None:
         assert isinstance(rendered, RowError) and "it prints bytes" in rendered.error_message
     else:
         assert rendered == text
-    assert Renderer(spec.model_copy(update={"rules": FIRST_RULES})).render(Row(0, {"x": value})) == before
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "before"),
+    ("template", "text"),
     [
-        ("{{ x }}{{ y }}", "0.000000000b", "0E-9b"),
-        ("{{ x ~ y }}", "0.000000000b", "0E-9b"),
-        ("{{ [x, y] | join }}", "0.000000000b", "0E-9b"),
-        ("{{ x | trim }}{{ y }}", "0.000000000b", "0E-9b"),
-        ("{{ '%.2f' | format(x) }}{{ '%.1f' % x }}{{ x + 1 }}", "0.000.01.000000000", "0.000.01.000000000"),
+        ("{{ x }}{{ y }}", "0.000000000b"),
+        ("{{ x ~ y }}", "0.000000000b"),
+        ("{{ [x, y] | join }}", "0.000000000b"),
+        ("{{ x | trim }}{{ y }}", "0.000000000b"),
+        ("{{ '%.2f' | format(x) }}{{ '%.1f' % x }}{{ x + 1 }}", "0.000.01.000000000"),
     ],
 )
-def test_a_decimal_is_printed_in_plain_digits(template: str, text: str, before: str) -> None:
+def test_a_decimal_is_printed_in_plain_digits(template: str, text: str) -> None:
     """The 0 of BigQuery's NUMERIC, which has nine decimals."""
     row = {"x": decimal.Decimal("0E-9"), "y": "b"}
     spec = make_spec(input={"prompt_template": template})
     assert Renderer(spec).render(Row(0, row)) == text
-    assert Renderer(spec.model_copy(update={"rules": FIRST_RULES})).render(Row(0, row)) == before

@@ -12,7 +12,7 @@ import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.model.model import Model
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai.requests import BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchReader, RowRequest
 from batchinf.prompts.tools import with_tool_parser
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
@@ -39,9 +39,9 @@ def chat(**body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def read(body: dict[str, Any], **options: Any) -> BatchRequest:
+def read(body: dict[str, Any], **options: Any) -> RowRequest:
     found = jobs.or_error(reader(**options).read, chat(**body))
-    assert isinstance(found, BatchRequest), found
+    assert isinstance(found, RowRequest), found
     return found
 
 
@@ -71,7 +71,7 @@ def test_the_tools_of_a_line(body: dict[str, Any], tools: Tools | None) -> None:
 
 def test_a_line_without_tools_is_as_before() -> None:
     for body in ({}, {"tools": []}, {"tools": None}, {"tool_choice": "auto"}, {"function_call": "none"}):
-        assert read(body) == BatchRequest(messages=MESSAGES)
+        assert read(body) == RowRequest(messages=MESSAGES)
 
 
 def test_tools_are_rendered_as_by_the_server() -> None:

@@ -97,16 +97,13 @@ def test_a_file_without_a_header_that_comes_later(tmp_path: pathlib.Path) -> Non
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.csv").write_text("id,text\n1,a\n")
     location = InputLocation(str(tmp_path / "in"))
-    by_first_rules = replace(location, rules=1)
     begun = open_source(location, tmp_path / "cache").fingerprints
-    began_long_ago = open_source(by_first_rules, tmp_path / "old").fingerprints
     (tmp_path / "in/b.csv").write_text("2,b\n3,c\n")
     message = (
         r"^b\.csv: the first line names no column of a\.csv, which has id, text; if it is a row, it would be lost: "
     )
     with pytest.raises(InputError, match=message):
         open_source(location, tmp_path / "cache", begun, "take")
-    assert open_source(by_first_rules, tmp_path / "old", began_long_ago, "take").num_rows == 2
     (tmp_path / "in/b.csv").write_text("text,id\nb,2\n")
     assert open_source(location, tmp_path / "cache", begun, "take").num_rows == 2
 
@@ -215,9 +212,6 @@ def test_numbers_are_printed_as_they_stand(tmp_path: pathlib.Path) -> None:
     assert [column.to_pylist() for column in read.columns] == [written, sections]
     assert found.id_field("n") == found.schema.field("n")
     found.close()
-    by_first_rules = open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
-    assert str(by_first_rules.read(0, 1)[0].values["section"]) == "1.1"
-    assert by_first_rules.id_field("section").type == pa.float64()
 
 
 def test_text_columns_are_text_whatever_is_in_them(tmp_path: pathlib.Path) -> None:
@@ -278,12 +272,6 @@ def test_lines_that_a_broken_row_takes_count_as_errors(
         for row in expected
     ]  # fmt: skip
     found.close()
-    location = InputLocation(str(tmp_path / "x.csv"), rules=1)
-    by_first_rules = open_source(location, tmp_path / "cache")
-    errors = [row.error for row in by_first_rules.read(0, by_first_rules.num_rows) if row.error]
-    said = [row.replace(HINT, "") for row in expected if isinstance(row, str)]
-    assert errors == [f"x.csv {re.sub('^lines 2 to [0-9]+', 'line 2', row)}" for row in said]
-    by_first_rules.close()
 
 
 def test_rows_behind_a_broken_one_may_come_later(tmp_path: pathlib.Path) -> None:
@@ -398,15 +386,6 @@ def test_a_header_without_any_name(tmp_path: pathlib.Path) -> None:
         opened(tmp_path, b", ,\n1,2,3\n")
     with pytest.raises(InputError, match=r"x\.csv has two columns named 'a'"):
         opened(tmp_path, b",a,a\n1,2,3\n")
-
-
-def test_files_of_spreadsheets_by_the_first_rules(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "x.csv").write_text("sep=;,\n0;1,a\n")
-    found = open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
-    assert values_of(found) == [{"sep=;": "0;1", "": "a"}]
-    (tmp_path / "x.csv").write_text("a,a\n1,2\n")
-    with pytest.raises(InputError, match="two columns named 'a'"):
-        open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
 
 
 def test_the_limit_of_fields_of_the_process_stays(tmp_path: pathlib.Path) -> None:

@@ -4,7 +4,6 @@ import csv
 import json
 import pathlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -12,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.base.slices import read_cut, write_cut
 from batchinf.job.open import location_of, open_job
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.score.answers import AnswerReader, answers_in
 
 LETTERS = ["A", "B", "C", "D"]
@@ -173,7 +171,6 @@ def answers_of(out: pathlib.Path) -> list[tuple[int | None, bool]]:
 
 
 TEXTS = [((1, False), (None, True), (None, True), (0, False), (None, True), (None, False))[n % 6] for n in range(36)]
-BY_ROW = [((1, False), (2, False), (1, False), (0, False), (None, True), (None, False))[n % 6] for n in range(36)]
 
 
 def test_numbers_in_a_column_of_texts_are_errors_that_are_said(tmp_path: pathlib.Path) -> None:
@@ -190,17 +187,6 @@ def test_numbers_in_a_column_of_texts_are_errors_that_are_said(tmp_path: pathlib
     validated = jobs.run("validate", spec, "--set", f"output.path={tmp_path / 'new'}").stdout
     assert "the answers in 'a' are texts of choices" in validated
     assert "warning: 18 of 36 sampled rows have values in input.answer_column that are no choices" in validated
-
-
-def test_a_job_by_the_first_rules_lets_each_row_decide(tmp_path: pathlib.Path) -> None:
-    """Also when it is killed, and goes on without the number in the spec."""
-    spec = job_over(tmp_path, MIXED, rules=FIRST_RULES)
-    assert jobs.run("run", spec, faults="coordinator.after_publish:2=kill").returncode != 0
-    assert 0 < jobs.state_of(tmp_path / "out").counts.num_rows < 36
-    jobs.finish(job_over(tmp_path / "again", MIXED), "--set", f"output.path={tmp_path / 'new'}")
-    spec.write_text(json.dumps({**json.loads(spec.read_text()), "rules": 2}))
-    assert "input.answers" not in jobs.finish(spec).stdout
-    assert answers_of(tmp_path / "out") == BY_ROW and answers_of(tmp_path / "new") == TEXTS
 
 
 def test_a_job_keeps_what_its_answers_were(tmp_path: pathlib.Path) -> None:
@@ -243,20 +229,6 @@ def test_slices_have_one_meaning(tmp_path: pathlib.Path) -> None:
     parts = [answers_of(tmp_path / "out" / f"slice-{number}") for number in (0, 1)]
     assert parts == [[(None, True)] * 12, [(1, False)] * 12]
     assert "input.answers: texts" in jobs.run("status", tmp_path / "out").stdout
-
-
-def test_a_slice_joins_others_that_began_before_there_was_the_field(tmp_path: pathlib.Path) -> None:
-    """The others let each row decide, and so does it."""
-    spec = job_over(tmp_path, [("1", LETTERS)] * 12 + [("B", LETTERS)] * 12)
-    jobs.finish(spec, "--slice", "0/2")
-    cut = read_cut(str(tmp_path / "out"))
-    assert cut is not None
-    identity = {name: value for name, value in cut.identity.items() if name != "input.answers"}
-    (tmp_path / "out" / "cut.json").unlink()
-    write_cut(str(tmp_path / "out"), replace(cut, identity=identity, rules=FIRST_RULES), None)
-    jobs.finish(spec, "--slice", "1/2")
-    assert "input.answers" not in jobs.state_of(tmp_path / "out" / "slice-1").header.identity
-    assert answers_of(tmp_path / "out" / "slice-1") == [(1, False)] * 12
 
 
 def test_answers_are_decided_before_an_automatic_length(tmp_path: pathlib.Path) -> None:

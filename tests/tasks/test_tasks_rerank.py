@@ -24,7 +24,7 @@ from batchinf.model.model import resolve
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of, task_type
 from batchinf.tasks.vectors.rerank import cosines, ranked
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest
@@ -560,4 +560,3 @@ def test_a_width_of_a_cross_encoder_is_refused() -> None:
     with pytest.raises(SpecError, match=r"pooling.width: got 7 with a cross-encoder, whose score is one number"):
         spec_of(pooling={"width": 7})
     assert spec_of(pooling={"width": 1}).pooling.width == 1  # type: ignore[attr-defined]
-    assert spec_of(pooling={"width": 7}, rules=FIRST_RULES).pooling.width == 1  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,11 +11,8 @@ from batchinf.prompts.openai.lines import (
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
     RERANK_URL,
-    RESPONSES_URL,
     SCORE_URL,
-    body_of,
     show,
-    url_of,
 )
 
 # The URLs by their letters in the table.
@@ -60,18 +57,6 @@ _used = functools.partial(_fields, "used")
 _without_effect = functools.partial(_fields, "without effect")
 _refused = functools.partial(_fields, "refused")
 _OF_JOB = "an engine or a job has one"
-
-# What lines could ask for until commit 7d63964a.
-_REMOVED: tuple[Fields, ...] = (
-    _refused(
-        "CT",
-        "guided_json guided_regex guided_choice guided_grammar",
-        "write `structured_outputs` with `json`, `regex`, `choice` or `grammar`",
-    ),
-    _refused("C", "functions function_call", "write `tools` and `tool_choice`", accepted=[[], "none", "auto"]),
-    _refused("T", "echo", "`output.include_prompt` stores the prompts beside the answers", accepted=[False]),
-    _refused("CT", "return_tokens_as_token_ids", "`return_token_ids` gives the ids of the output", accepted=[False]),
-)
 
 FIELDS: tuple[Fields, ...] = (
     # The prompt
@@ -186,7 +171,14 @@ FIELDS: tuple[Fields, ...] = (
     _refused("ESK", "padding", "inputs are not padded", accepted=["do_not_pad", False]),
     _refused("E", "embed_dtype", "vectors are float32", accepted=["float32"]),
     _refused("E", "endianness", "base64 is little-endian", accepted=["native", "little"]),
-    *_REMOVED,
+    _refused(
+        "CT",
+        "guided_json guided_regex guided_choice guided_grammar",
+        "write `structured_outputs` with `json`, `regex`, `choice` or `grammar`",
+    ),
+    _refused("C", "functions function_call", "write `tools` and `tool_choice`", accepted=[[], "none", "auto"]),
+    _refused("T", "echo", "`output.include_prompt` stores the prompts beside the answers", accepted=[False]),
+    _refused("CT", "return_tokens_as_token_ids", "`return_token_ids` gives the ids of the output", accepted=[False]),
 )
 
 
@@ -208,19 +200,3 @@ def objection(url: str, name: str, value: object) -> str | None:
     if fields.use == "without effect" or any(value == it and type(value) is type(it) for it in fields.accepted):
         return None
     return f"{got}: {fields.note.replace('`', '')}"
-
-
-def removed_in(values: Mapping[str, object]) -> str | None:
-    """The URL or the field of a line that ran until commit 7d63964a, and is refused now; None without any."""
-    url = url_of(values)
-    if url is None or url == RESPONSES_URL:
-        return url
-    try:
-        body = body_of(values)
-    except (ValueError, RecursionError):
-        return None
-    for name in (name for fields in _REMOVED if url in fields.urls for name in fields.names):
-        value = body.get(name) if isinstance(body, dict) else None
-        if value is not None and objection(url, name, value) is not None:
-            return f"body.{name}"
-    return None

@@ -11,7 +11,7 @@ from batchinf.prompts.encoder import Encoder, Side
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE
-from batchinf.spec.job import FIRST_RULES, JobSpec
+from batchinf.spec.job import JobSpec
 
 COLUMNS = OpenAIBatch.columns
 _ID_AND_BODY = ("custom_id", "body")  # of lines as Mistral and others take them, with one URL for the whole file
@@ -110,7 +110,6 @@ class BodyReader(Generic[_Request]):
     def __init__(self, spec: JobSpec) -> None:
         """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
         served = spec.engine.get("served_model_name") or []
-        self._is_by_first_rules = spec.rules == FIRST_RULES  # lines without method and URL are error rows
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
 
     def read_row(self, row: Row) -> _Request:
@@ -129,8 +128,7 @@ class BodyReader(Generic[_Request]):
 
     def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
         """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises RowFailed."""
-        if not self._is_by_first_rules:
-            values = whole_line(values)
+        values = whole_line(values)
         for name in COLUMNS:
             if values.get(name) is None:
                 raise unsupported(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")

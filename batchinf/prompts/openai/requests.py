@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchinf.base.errors import RowFailed, SpecError
+from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
 from batchinf.prompts.openai.fields import objection
@@ -46,15 +46,18 @@ _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_to
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """The request of one line. One of messages, text and token_ids is the prompt."""
+class RowRequest:
+    """The request of one row: of a line, or of the columns that the spec names.
+
+    One of messages, text and token_ids is the prompt.
+    """
 
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
-    """Beside a text: its ids, see `TextWithImages.token_ids`."""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """Fields of SamplingSpec by name, in place of the job's."""
+    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+    sampling: dict[str, Any] | None = field(default_factory=dict)
+    """Fields of SamplingSpec by name, in place of the job's. None: columns have them; see `RowSampling`."""
     chat: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template by name."""
     is_chat: bool = False
@@ -68,10 +71,17 @@ class BatchRequest:
     """Whether the tokenizer adds its special tokens; None: to texts, but not to conversations."""
     images: tuple[ImageSource, ...] = ()
     """Where the images of the text come from."""
-    parts: "tuple[BatchRequest, ...]" = ()
+    parts: "tuple[RowRequest, ...]" = ()
     """The requests of a line with several prompts, which has none of its own."""
+    error: RowError | None = None
+    """Why a part has no prompt."""
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
+
+    @property
+    def prompt(self) -> str | list[int]:
+        """The ids, or else the text."""
+        return (self.text or "") if self.token_ids is None else self.token_ids
 
 
 def may_be_batch(where: InputSpec) -> bool:
@@ -100,7 +110,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
-class BatchReader(BodyReader[BatchRequest]):
+class BatchReader(BodyReader[RowRequest]):
     """Lines of a batch file → requests."""
 
     urls = (CHAT_URL, COMPLETIONS_URL)
@@ -114,11 +124,11 @@ class BatchReader(BodyReader[BatchRequest]):
         self._has_samples = has_samples
         self._takes_images = spec.input.has_images
 
-    def read(self, values: Mapping[str, object]) -> BatchRequest:
+    def read(self, values: Mapping[str, object]) -> RowRequest:
         url, body = self.open(values)
         return self._completion(body) if url == COMPLETIONS_URL else self._chat(body)
 
-    def _chat(self, body: dict[str, Any]) -> BatchRequest:
+    def _chat(self, body: dict[str, Any]) -> RowRequest:
         form = {"url": CHAT_URL} | _form(body)
         if self._takes_images:
             _refuse_options_of_images(body)
@@ -127,12 +137,12 @@ class BatchReader(BodyReader[BatchRequest]):
         prompt = {**self._messages(body), "truncation": truncation}
         sampling = self._take_sampling(body, CHAT_URL)
         if line is None:
-            return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
+            return RowRequest(**prompt, sampling=sampling, form=json.dumps(form))
         prompt["chat"]["tools"] = line.rendered
         self._check_choice(line.tools, sampling)
-        return BatchRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
+        return RowRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
 
-    def _completion(self, body: dict[str, Any]) -> BatchRequest:
+    def _completion(self, body: dict[str, Any]) -> RowRequest:
         form = {"url": COMPLETIONS_URL} | _form(body)
         truncation = take_truncation(body)
         prompts = self._texts(body)
@@ -147,8 +157,7 @@ class BatchReader(BodyReader[BatchRequest]):
                 got = f"{number:,} prompts with n {num_samples:,}"
                 raise unsupported(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
         requests = tuple(
-            BatchRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form))
-            for prompt in prompts
+            RowRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form)) for prompt in prompts
         )
         return requests[0] if number == 1 else replace(requests[0], text=None, token_ids=None, parts=requests)
 
@@ -337,7 +346,7 @@ class BatchPrompts:
         tokenizer: Any,
         begun_at: str | None,
         *,
-        reader: BodyReader[BatchRequest],
+        reader: BodyReader[RowRequest],
         placeholders: Placeholders | None = None,
     ) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
@@ -353,25 +362,31 @@ class BatchPrompts:
         with contextlib.suppress(ValueError):
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
 
-    def read(self, row: Row) -> BatchRequest:
-        """The request of a row, its messages as text, but not those of its parts. Raises RowFailed."""
-        return self.rendered(self._reader.read_row(row))
+    def read(self, row: Row) -> RowRequest:
+        """The request of a row, with its messages as text. Raises RowFailed, but not for one of several parts."""
+        request = self._rendered(self._reader.read_row(row))
+        return replace(request, parts=tuple(map(self._part, request.parts))) if request.parts else request
 
-    def rendered(self, request: BatchRequest) -> BatchRequest:
+    def _part(self, part: RowRequest) -> RowRequest:
+        try:
+            return self._rendered(part)
+        except RowFailed as failed:
+            return replace(part, error=failed.error)
+
+    def _rendered(self, request: RowRequest) -> RowRequest:
         """The request with its messages as text. Raises RowFailed."""
         if request.messages is None:
             return request
         messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
         render = functools.partial(self._render, request)
-        rendered = render_conversation(messages, (), render, self._placeholders)
-        if rendered.sources and request.truncation is not None:
+        text, ids, images = render_conversation(messages, (), render, self._placeholders)
+        if images and request.truncation is not None:
             # vLLM counts all tokens of images, too, and refuses to cut them.
             hint = "whose images it could cut off: leave it out, and shorten the text"
             raise unsupported(f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
-        ids = rendered.token_ids
-        return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
+        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
 
-    def _render(self, request: BatchRequest, messages: list[Message]) -> str:
+    def _render(self, request: RowRequest, messages: list[Message]) -> str:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self._chat is None:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from batchinf.base.errors import InputError
 from batchinf.source.cache import FileFindings, Scratch
 from batchinf.source.digests import Watch
-from batchinf.source.files import FIRST_RULES, InputFile, InputLocation, content_hash
+from batchinf.source.files import InputFile, content_hash
 from batchinf.source.formats.base import (
     ColumnarReader,
     FileFormat,
@@ -45,14 +45,6 @@ class Arrow(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
 
-    def __init__(self, rules: int | None = None) -> None:
-        """rules: see `InputLocation`."""
-        self._takes_first_stream = rules == FIRST_RULES
-
-    def for_input(self, input: InputLocation) -> FileFormat:
-        super().for_input(input)
-        return Arrow(input.rules)
-
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Streams, and files whose batches are compressed, are spooled."""
         digest = content_hash(file)
@@ -63,12 +55,12 @@ class Arrow(FileFormat):
                 stream = pa.ipc.open_stream(mapped)
                 schema = plain_schema(stream.schema)
                 num_rows = spool(stream, schema, scratch)
-                if mapped.tell() < mapped.size() and not self._takes_first_stream:
+                if mapped.tell() < mapped.size():
                     raise InputError(
                         f"{file.name}: more bytes follow the end of its Arrow stream; write one stream"
                     ) from None
                 return FileFindings(digest, num_rows, schema)
-            if not (self._takes_first_stream or _is_one_file(mapped)):
+            if not _is_one_file(mapped):
                 raise InputError(f"{file.name}: several Arrow files follow each other in it; write one file")
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))

@@ -26,7 +26,6 @@ from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
-    FIRST_RULES,
     LINE_ENDS,
     MAX_LINE_BYTES,
     CsvDialect,
@@ -66,14 +65,12 @@ class Csv(FileFormat):
     name = "csv"
     endings = (".csv", _TABS)
     mixed_types = MixedTypes.STRING
+    prints_fields = True
 
-    def __init__(
-        self, dialect: CsvDialect | None = None, text_columns: Sequence[str] = (), rules: int | None = None
-    ) -> None:
+    def __init__(self, dialect: CsvDialect | None = None, text_columns: Sequence[str] = ()) -> None:
         """See `InputLocation`."""
         self._dialect = dialect or CsvDialect()
         self._text_columns = text_columns
-        self.prints_fields = rules != FIRST_RULES
 
     @property
     def key(self) -> str:
@@ -81,15 +78,15 @@ class Csv(FileFormat):
         if self._dialect.escapechar is None:  # as before there was one
             del options["escapechar"]
         key = self.name if self._dialect == CsvDialect() else f"{self.name} {json.dumps(options)}"
-        return f"{key} by rules 2" if self.prints_fields else key
+        return f"{key} by rules 2"
 
     def for_input(self, input: InputLocation) -> FileFormat:
-        return Csv(input.csv, input.text_columns, input.rules)
+        return Csv(input.csv, input.text_columns)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream)
-            rows = self._rows(file, hashed)
+            rows = _Rows(file, hashed, self._dialect)
             types = CsvTypes(rows.header)
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
             num_rows = spool(_batches(rows, types, self._dialect.null_values), schema, scratch)
@@ -104,30 +101,27 @@ class Csv(FileFormat):
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:
-            return [dict.fromkeys(self._rows(file, _Hashed(stream)).header)]
+            return [dict.fromkeys(_Rows(file, _Hashed(stream), self._dialect).header)]
 
     def refuse_headless(self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema) -> None:
         """See `FileFormat`. Redshift, Snowflake, Hive and `split` write parts without a header."""
         others = [name for name, own in new.items() if own.names and not {*own.names} & {*columns.names}]
-        if columns.names and others and self.prints_fields:
+        if columns.names and others:
             raise InputError(
                 f"{list_names(others)}: the first line names no column of {first}, which has "
                 f"{list_names(columns.names)}; if it is a row, it would be lost: write the header as the first line of "
                 "each file, or narrow the path"
             )
 
-    def _rows(self, file: InputFile, stream: io.RawIOBase) -> "_Rows":
-        return _Rows(file, stream, self._dialect, is_by_first_rules=not self.prints_fields)
-
     def reader(self, source_file: SourceFile) -> Reader:
-        return _CsvReader(source_file, self._text_columns, prints_fields=self.prints_fields)
+        return _CsvReader(source_file, self._text_columns)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream, num_bytes)
             num_rows = 0
             is_open = False
-            for row in self._rows(file, hashed):
+            for row in _Rows(file, hashed, self._dialect):
                 num_rows += 1
                 is_open = is_open or (isinstance(row, str) and _UNENDED in row)
             end = hashed.end.strip(b"\0")  # in UTF-16 a null byte stands before or after the line end
@@ -218,9 +212,7 @@ class _Rows:
     header: the names of the columns, without those that are left out.
     """
 
-    def __init__(
-        self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect, *, is_by_first_rules: bool = False
-    ) -> None:
+    def __init__(self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect) -> None:
         buffered = io.BufferedReader(stream, BLOCK_BYTES)
         self._encoding = _encoding(file, buffered, dialect.encoding)
         self._text = io.TextIOWrapper(buffered, self._encoding, _ESCAPES, newline="")
@@ -235,7 +227,6 @@ class _Rows:
         """Names that several columns have. These columns are left out."""
         self._wrong = ""
         self._is_new_row = True
-        self._is_by_first_rules = is_by_first_rules
         self._lines_of_row: list[str] = []
         self._escape = dialect.escapechar
         # Before another character, the sign is text. The parser would take it away, so it gets two of them.
@@ -268,7 +259,7 @@ class _Rows:
     def _take_delimiter_line(self) -> str | None:
         """The delimiter that the first line of the file names, as `sep=;`. The line is no row."""
         first = self._head[0].removeprefix("\ufeff").rstrip("\r\n") if self._head else ""
-        match = None if self._is_by_first_rules else _DELIMITER_LINE.fullmatch(first)
+        match = _DELIMITER_LINE.fullmatch(first)
         if match is None:
             self._num_skipped = 0
             return None
@@ -288,9 +279,6 @@ class _Rows:
     def _chosen_names(self, name: str) -> list[str]:
         """The header without columns that have no name, as spreadsheets write them, and without those of one name."""
         header = self._full_header
-        if self._is_by_first_rules:
-            refuse_twins(header, name)
-            return header
         num_nameless = sum(not column.strip() for column in header)
         if num_nameless:
             are = "column without a name is" if num_nameless == 1 else "columns without a name are"
@@ -378,9 +366,6 @@ class _Rows:
 
     def _broken(self, line: int, why: str) -> Iterator[str]:
         """The error of a row that begins in this line, and one for each further line of it that looks like a row."""
-        if self._is_by_first_rules:
-            yield f"line {line}: {why}"
-            return
         has_escapes = any(self._escaped_quote in text for text in self._lines_of_row) and self._escape is None
         remedy = f"; if {self._escaped_quote} in it is a quote, write `input.csv: {{escapechar: '\\'}}`"
         self.hint = remedy if has_escapes and self._form["quotechar"] else ""
@@ -493,14 +478,13 @@ def _why_not_text(line: str, encoding: str) -> str:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(self, source_file: SourceFile, text_columns: Sequence[str], *, prints_fields: bool) -> None:
-        """text_columns: see `InputLocation`. prints_fields: see `FileFormat`."""
+    def __init__(self, source_file: SourceFile, text_columns: Sequence[str]) -> None:
+        """text_columns: see `InputLocation`."""
         super().__init__(source_file)
         # A column has a number type only if all files have numbers in it.
         self._columns = {name: source_file.read_types.field(name) for name in self._columns}
-        if prints_fields:
-            self._columns |= {name: pa.field(name, pa.string()) for name in text_columns if name in self._columns}
-            self._columns = {name: as_written(field) for name, field in self._columns.items()}
+        self._columns |= {name: pa.field(name, pa.string()) for name in text_columns if name in self._columns}
+        self._columns = {name: as_written(field) for name, field in self._columns.items()}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()

@@ -19,7 +19,7 @@ from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.text import list_names
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
-from batchinf.source.files import BLOCK_BYTES, FIRST_RULES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
+from batchinf.source.files import BLOCK_BYTES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
     SAMPLED_ROWS,
@@ -49,31 +49,29 @@ class Parquet(FileFormat):
     is_read_by_ranges = True
     hashes_all = False
 
-    def __init__(self, rules: int | None = None, *, is_shuffled: bool = False) -> None:
+    def __init__(self, *, is_shuffled: bool = False) -> None:
         """See `InputLocation`. In a shuffled input, each row would cost its row group, so all files are spooled."""
-        self._int96 = {} if rules == FIRST_RULES else _INT96_TO_MICROSECONDS
         self._is_shuffled = is_shuffled
 
     @property
     def key(self) -> str:
-        key = _WHOLE_INT96 if self._int96 else self.name
-        return f"{key}, shuffled" if self._is_shuffled else key
+        return f"{_WHOLE_INT96}, shuffled" if self._is_shuffled else _WHOLE_INT96
 
     def for_input(self, input: InputLocation) -> FileFormat:
         super().for_input(input)
-        return Parquet(input.rules, is_shuffled=input.is_shuffled)
+        return Parquet(is_shuffled=input.is_shuffled)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
         metadata = pq.read_metadata(absolute(file.path))
-        schema = _schema_of(file, metadata, self._int96)
+        schema = _schema_of(file, metadata)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
         _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
         if not self._is_quick_by_row(metadata):
             row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-            num_rows = spool(_batches(file, metadata, batch_rows, self._int96), schema, scratch)
+            num_rows = spool(_batches(file, metadata, batch_rows), schema, scratch)
             check_num_rows(file.name, metadata.num_rows, [num_rows])
         return FileFindings(_footer_hash(file), metadata.num_rows, schema)
 
@@ -82,7 +80,7 @@ class Parquet(FileFormat):
 
     def reader(self, source_file: SourceFile) -> Reader:
         is_spooled = "rows" in source_file.entry.artifacts
-        return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file, self._int96)
+        return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file)
 
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
         """See `FileFormat`. Of a file that is read in place, it reads the footer and the chunks that were read before.
@@ -124,7 +122,7 @@ class Parquet(FileFormat):
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
-        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, **self._int96) as parquet:
+        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, **_INT96_TO_MICROSECONDS) as parquet:
             for group in chosen:
                 rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
                 # As many runs from each group, at least one, one after the other.
@@ -172,26 +170,24 @@ _WHOLE_INT96 = "parquet by rules 2"
 _INT96_TO_MICROSECONDS = {"coerce_int96_timestamp_unit": "us"}  # an option of `ParquetFile`
 
 
-def _schema_of(file: InputFile, metadata: pq.FileMetaData, int96: Mapping[str, str]) -> pa.Schema:
+def _schema_of(file: InputFile, metadata: pq.FileMetaData) -> pa.Schema:
     """The columns, with a remark if timestamps lose digits."""
     columns = map(metadata.schema.column, range(metadata.num_columns))
     names = dict.fromkeys(column.path.partition(".")[0] for column in columns if column.physical_type == "INT96")
     if not names:
         return plain_schema(metadata.schema.to_arrow_schema())
-    with ParquetFile(file.path, metadata=metadata, **int96) as parquet:
+    with ParquetFile(file.path, metadata=metadata, **_INT96_TO_MICROSECONDS) as parquet:
         schema = plain_schema(parquet.schema_arrow)
     words = f"INT96 timestamps ({list_names(list(names))}) are read to the microsecond"
     words = "; ".join(filter(None, (remark_of(schema), words)))
-    return with_remark(schema, words) if int96 else schema
+    return with_remark(schema, words)
 
 
-def _batches(
-    file: InputFile, metadata: pq.FileMetaData, batch_rows: int, int96: Mapping[str, str]
-) -> Iterator[pa.RecordBatch]:
+def _batches(file: InputFile, metadata: pq.FileMetaData, batch_rows: int) -> Iterator[pa.RecordBatch]:
     # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
     # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
     repeated = _repeated_columns(metadata)
-    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "read_dictionary": repeated, **int96}
+    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "read_dictionary": repeated, **_INT96_TO_MICROSECONDS}
     with ParquetFile(file.path, metadata=metadata, **options) as parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
@@ -259,8 +255,7 @@ class _ParquetReader(ColumnarReader):
     A column that would take too much memory is read as a `_Stream`.
     """
 
-    def __init__(self, source_file: SourceFile, int96: Mapping[str, str]) -> None:
-        """int96: the option of `ParquetFile` for its timestamps."""
+    def __init__(self, source_file: SourceFile) -> None:
         file = source_file.file
         entry = source_file.entry
         digests = source_file.digests
@@ -269,7 +264,6 @@ class _ParquetReader(ColumnarReader):
         self._path = file.path
         self._input = file
         self._entry = entry
-        self._int96 = int96
         self._digests = digests
         # A copy in the cache is not watched.
         is_copy = file.path != entry.path
@@ -293,7 +287,7 @@ class _ParquetReader(ColumnarReader):
         repeated = _repeated_columns(metadata)
         ranged = self._input if isinstance(self._input, RangedFile) else None
         self._bytes = DigestedFile(self._path) if ranged is None else RangeReader(ranged)
-        options = {"pre_buffer": False, "read_dictionary": repeated, **self._int96}
+        options = {"pre_buffer": False, "read_dictionary": repeated, **_INT96_TO_MICROSECONDS}
         self._file = ParquetFile(self._bytes, metadata=metadata, **options)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]

@@ -10,7 +10,8 @@ from batchinf.base.errors import RowError, RowFailed
 from batchinf.base.text import clip, name_type
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder, begins_with_two
-from batchinf.prompts.images import ImageSource, TextWithImages
+from batchinf.prompts.images import ImageSource
+from batchinf.prompts.openai.requests import RowRequest
 from batchinf.prompts.renderer import check_unicode, take, take_list
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -148,7 +149,7 @@ class ScorePrompts(PromptBuilder):
             num_bytes=[len(text.encode()) for text in texts],
             answer=self._answers.read(row, texts),
             asks=[*self._asks(before, targets), *self._asks(neutral, targets)],
-            images=context.sources,
+            images=context.images,
             neutral=neutral,
             text=context.text,
         )
@@ -166,14 +167,14 @@ class ScorePrompts(PromptBuilder):
         with _naming_neutral():
             return self._context(replace(row, values={**row.values, **self._score.neutral})).prompt
 
-    def _context(self, row: Row) -> TextWithImages:
+    def _context(self, row: Row) -> RowRequest:
         try:
-            return self._renderer.render_images(row, self._placeholders)
+            return self._renderer.read(row, self._placeholders)
         except RowFailed as failed:
             # An empty context is valid: see `_pair`.
             if failed.error.error_type != "empty_prompt" or self._input.is_chat or self._has_images:
                 raise
-            return TextWithImages("", ())
+            return RowRequest(text="")
 
     def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, Encoder]]:
         """The context, then each target joined to it. A context that is empty or token ids is left out.

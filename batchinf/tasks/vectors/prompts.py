@@ -19,7 +19,7 @@ from batchinf.prompts.openai.lines import (
     take_truncation,
     unsupported,
 )
-from batchinf.prompts.openai.requests import BatchRequest
+from batchinf.prompts.openai.requests import RowRequest
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import pooling_of
@@ -29,7 +29,7 @@ _FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message
 _INPUTS = "one text, the token ids of one, a conversation, or a list of one of these"
 
 
-class EmbeddingReader(BodyReader[BatchRequest]):
+class EmbeddingReader(BodyReader[RowRequest]):
     """Lines with `/v1/embeddings` → requests."""
 
     urls = (EMBEDDINGS_URL,)
@@ -41,7 +41,7 @@ class EmbeddingReader(BodyReader[BatchRequest]):
         self._pooling = pooling_of(spec)
         self._adds_generation_prompt = spec.input.add_generation_prompt
 
-    def read(self, values: Mapping[str, object]) -> BatchRequest:
+    def read(self, values: Mapping[str, object]) -> RowRequest:
         url, body = self.open(values)
         flags = take_flags(body, _FLAGS)
         adds = flags.pop("add_special_tokens", None)
@@ -58,7 +58,7 @@ class EmbeddingReader(BodyReader[BatchRequest]):
             "adds_special_tokens": adds,
             "truncation": truncation,
         }
-        return BatchRequest(**common, parts=tuple(BatchRequest(**common, **item) for item in inputs))
+        return RowRequest(**common, parts=tuple(RowRequest(**common, **item) for item in inputs))
 
     def _dimensions(self, number: object) -> int | None:
         """What a request asks for beside the job's; the engine knows whether the model was trained for it."""

@@ -62,7 +62,7 @@ class RerankReader(BodyReader[RerankRequest]):
 
     def read_row(self, row: Row) -> RerankRequest:
         """See `BodyReader`. A row that is no line has its query and its documents in columns."""
-        if self._where.is_batch_file:
+        if self._where.query_column is None:
             return super().read_row(row)
         if row.error is not None:
             raise RowFailed("unreadable", row.error)

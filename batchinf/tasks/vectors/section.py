@@ -10,7 +10,7 @@ from batchinf.model import files as model_files
 from batchinf.model.model import Model, text_section
 from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
 from batchinf.spec.input import CHAT_FIELDS, PROMPT_FORMS
-from batchinf.spec.job import FIRST_RULES, JobSpec, TaskSection
+from batchinf.spec.job import JobSpec, TaskSection
 
 OPENAI_LINES = (
     "got 'openai', whose lines ask for text, embeddings or scores; must be another format with task {task}: name the "
@@ -277,7 +277,7 @@ def _scored(config: Config, spec: JobSpec, model: Model) -> dict[str, Any]:
             f"model.name: the head of '{model.name}' has {num_labels} labels, and task rerank needs one with 1; give "
             "another model, or task classify"
         )
-    if pooling.width not in (None, 1) and spec.rules > FIRST_RULES:
+    if pooling.width not in (None, 1):
         raise SpecError(
             f"pooling.width: got {pooling.width} with a cross-encoder, whose score is one number; leave it out"
         )
