@@ -186,12 +186,13 @@ class Fleet:
 
         spec: with the retry's sampling, as `launch` has it. Returns the ends of all incarnations so far.
         """
+        ended = self.kill(but_idle=True)
         unlike = [
             number
-            for number in self._idle
-            if self.settings is not None and not self.settings.fits(self.handles[number].incarnation, spec)
+            for number, handle in self.handles.items()
+            if self.settings is not None and not self.settings.fits(handle.incarnation, spec)
         ]
-        ended = [*self.kill(but_idle=True), *self._end_all(dict.fromkeys(unlike, OTHER_ARGUMENTS), is_asked=True)]
+        ended += self._end_all(dict.fromkeys(unlike, OTHER_ARGUMENTS), is_asked=True)
         self.launch = launch
         self.retry = retry
         self.work = work
@@ -299,7 +300,7 @@ class Fleet:
     def kill(self, *, but_idle: bool = False) -> list[Ended]:
         """End every replica at once. but_idle: those whose engines are up and wait for other work go on."""
         kept = self._idle if but_idle else set()
-        numbers = [replica.number for replica in self._live if replica.number not in kept]
+        numbers = [number for number in self.handles if number not in kept]
         return self._end_all(dict.fromkeys(numbers, "ended by the coordinator"), is_asked=True)
 
     def _end_all(self, causes: dict[int, str], *, is_asked: bool = False) -> list[Ended]:

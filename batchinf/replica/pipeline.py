@@ -69,7 +69,9 @@ class Pipeline:
         self._spec = self.task.spec
         self._carried = carried_fields(self._spec, self.source)
         self._columns = self.columns or Columns.of_new_job(self.task, self._carried)
-        self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, self._before_segment)
+        # It refers to no pipeline: in a process that goes on for a retry, a cycle would keep this one's open files.
+        before = functools.partial(_before_segment, self.may_store, self.source)
+        self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, before)
         self._retry = retry_of(self.incarnation)
         images = self._spec.input.images
         self._stops_at_changed_images = bool(self._retry) and images is not None and images.on_changed == "stop"
@@ -155,11 +157,6 @@ class Pipeline:
             opened.known_images = known_images(opened, part, given)
         return opened
 
-    def _before_segment(self) -> None:
-        # The writer waits here. Its queue fills up, and admission waits.
-        self.may_store()
-        self.source.keep_digests()
-
     def _write_by(self, info: EngineInfo) -> Callable[[OpenLease], Part]:
         versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
         write_file = write_replacement if self._retry else write_part
@@ -177,6 +174,12 @@ class Pipeline:
             return write_file(target, shard)
 
         return write
+
+
+def _before_segment(may_store: Callable[[], object], source: Source) -> None:
+    # The writer waits here. Its queue fills up, and admission waits.
+    may_store()
+    source.keep_digests()
 
 
 def _num_ready(max_num_seqs: int) -> int:

@@ -159,6 +159,20 @@ def test_an_engine_that_dies_while_it_waits(steps: tuple[Rows, Rows, Rows], tmp_
     assert num_processes(out) == 2
 
 
+def test_many_attempts_leave_no_open_file(tmp_path: pathlib.Path) -> None:
+    retry = {"attempts": 6, "where": "row_index < 60"}
+    spec, out = jobs.spec_of(tmp_path, **{**BASE, "retry": retry, "input": {"limit": 90}}), tmp_path / "out"
+    marker = tmp_path / "held"
+    process = jobs.start("run", spec, faults=f"retry.after_line:6=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and marker.read_text())
+    replica = psutil.Process(jobs.events_of(out, "replica_started")[-1]["identity"]["pgid"])
+    paths = [pathlib.Path(file.path) for file in replica.open_files()]
+    marker.unlink()
+    code, _, errors = jobs.end(process)
+    assert code == 0, errors
+    assert [path.name for path in paths if path.parent == out / "retry"] in ([], ["000005.positions"])
+
+
 def test_the_speed_is_that_of_all_rows(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
     jobs.finish(jobs.spec_of(tmp_path, **BASE, retry=RETRY))
     speed = jobs.state_of(tmp_path / "out").speed

@@ -1,5 +1,6 @@
 """Local replicas: ports that no other replica of the host has, threads, and the end of a process group."""
 
+import contextlib
 import itertools
 import pathlib
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from batchinf.fleet.fleet import Ended
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import engine_environment
 from batchinf.fleet.local.process_group import end_process_group, members
-from batchinf.replica.messages import Failed, Launch
+from batchinf.replica.messages import Failed, Launch, Stopped
 
 NUM_PORTS = 40
 HANGS = (
@@ -79,6 +81,44 @@ def test_a_start_without_progress_is_ended(name: str, tmp_path: pathlib.Path) ->
         time.sleep(0.05)
     assert [end.cause for end in ended] == ([] if makes_progress else [HANGS])
     fleet.kill()
+
+
+class Dies(LocalReplica):
+    """It has ended when it is asked the second time."""
+
+    num_asked = 0
+
+    def has_ended(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked > 1
+
+
+class Breaks(LocalReplica):
+    """The coordinator is interrupted when it lets it go on."""
+
+    def renew(self, launch: Launch) -> float:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [Dies, Breaks])
+def test_no_replica_stays_of_those_that_were_to_go_on(kind: type[LocalReplica], tmp_path: pathlib.Path) -> None:
+    """One dies just when its engine is found to have other arguments; or a second Ctrl-C comes."""
+    launch = Launch(0, "000001.0001", str(tmp_path), "job", "", "", "", None)
+    settings = mock.MagicMock(fits=lambda *_: kind is Breaks)
+    slots = [Slot(number, (), ()) for number in range(2)]
+    fleet = fleet_of(LocalBackend(), slots, lambda slot, name: launch, tmp_path, settings=settings)
+    replicas: list[Any] = fleet.start_due()
+    for replica in replicas:
+        replica.current.info = mock.MagicMock()
+        replica.stop(keeps_engine=True)
+        replica.hear(Stopped(), now=time.monotonic(), at=time.time())
+    handles: list[Any] = list(fleet.handles.values())
+    for handle in handles:
+        handle.__class__ = kind
+    with contextlib.suppress(KeyboardInterrupt):
+        fleet.turn_to(lambda slot, name: launch, mock.MagicMock(), 1, mock.MagicMock())
+    fleet.kill()
+    assert not fleet.handles and all(handle.process.poll() is not None for handle in handles)
 
 
 def test_a_start_on_a_shared_device_waits_for_its_neighbour(tmp_path: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -16,7 +17,12 @@ import ray_cluster
 from ray_cluster import TestCluster, spec_of
 
 import jobs
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.ray.actor import ReplicaActor, Report
+from batchinf.fleet.ray.backend import RayBackend
+from batchinf.fleet.ray.handle import RayReplica
 from batchinf.manifest.lines import StartedReplica
+from batchinf.replica.messages import Launch
 
 pytest.importorskip("ray")
 
@@ -151,6 +157,36 @@ def test_engines_stay_up_for_an_attempt(victim: str, two_nodes: TestCluster, tmp
     assert jobs.state_of(out).of(StartedReplica) == []
     groups = {event["identity"]["group"] for event in jobs.events_of(out, "replica_started")}
     assert len(groups) == {"": 2, "replica": 3, "driver": 4}[victim]
+
+
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_a_coordinator_that_did_not_poll_for_minutes(
+    has_answered: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between two attempts, while it looks for rows: only a node that did not answer meanwhile is lost."""
+    monkeypatch.setattr(RayReplica, "_place", lambda self: None)
+    cluster = mock.MagicMock()
+    cluster.live_ids.return_value = frozenset({"node"})
+    cluster.ray.wait.side_effect = lambda calls, **_: (calls, []) if has_answered else ([], calls)
+    cluster.ray.get.return_value = Report(0, (), None, (), (0, 0), has_ended=False)
+    backend = RayBackend(mock.MagicMock())
+    backend.__dict__["_cluster"] = cluster
+    replica = RayReplica(cluster, mock.MagicMock(), name="group", bundles=(), log=tmp_path / "log")
+    replica._actor, replica._nodes, replica._up_since = mock.MagicMock(), frozenset({"node"}), time.monotonic() - 300
+    replica._heard_at, replica.calls = time.monotonic() - 200, {"call": "listen"}
+    backend._replicas["000001.0001"] = replica, Slot(0, (), ())
+    backend.poll(0.01)
+    assert replica.has_ended() is not has_answered
+
+
+def test_a_start_with_an_engine_that_is_up_is_looked_at() -> None:
+    """What it reads and prints counts as progress again."""
+    actor = ReplicaActor()
+    actor._replica = mock.MagicMock(start_activity=lambda: (7, 7), has_ended=lambda: False)
+    actor._is_up = True
+    assert actor.listen(0, 0.0).start_activity == (0, 0)
+    actor.take(0, [Launch(0, "000001.r000001.0002", "", "job", "", "", "", None)])
+    assert actor.listen(0, 0.0).start_activity == (7, 7)
 
 
 @pytest.mark.slow

@@ -169,6 +169,7 @@ class ReplicaActor:
             for command in commands[max(0, self._num_taken - first) :]:
                 self._num_taken += 1
                 if self._replica is not None and self._ending is None:
+                    self._is_up &= not isinstance(command, Launch)
                     self._replica.send(command)
 
     def listen(self, num_received: int, wait_s: float) -> Report:

@@ -149,12 +149,12 @@ class RayBackend:
         return replica
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
-        self._tick()
         by_call = {call: replica for replica in self._live() for call in replica.calls}
         if by_call:
             self._hear(by_call, wait_s)
         else:
             time.sleep(wait_s)
+        self._tick()  # after what has come: the coordinator may not have polled for minutes, as between two attempts
         return [(replica, event) for replica in self._live() for event in replica.take_events()]
 
     def _hear(self, by_call: "dict[object, RayReplica]", wait_s: float) -> None:
