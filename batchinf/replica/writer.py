@@ -69,7 +69,7 @@ class _WriterTotals:
     errors: Counter[str] = field(default_factory=Counter)
     """Those of `num_rows` that failed, by the error's type."""
     num_answered: int = 0
-    """Rows that the engine finished without an error."""
+    """Rows that the engine finished, also those whose answers are errors."""
     num_requests: int = 0
     """Requests that the engine finished."""
 
@@ -162,16 +162,19 @@ class Writer(threading.Thread):
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self.answers.read([item.completion for item in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
+        num_unasked: Counter[Key] = Counter()
         for item, answer in zip(finished, answers, strict=True):
             lease = item.pending.lease
             by_lease.setdefault(lease.key, (lease, []))[1].append(_result(item, answer))
         for row in (item for item in items if isinstance(item, FailedRow)):
             by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
-        for lease, results in by_lease.values():
-            self._add(lease, results)
+            num_unasked[row.lease.key] += len(row.results)
+        for key, (lease, results) in by_lease.items():
+            self._add(lease, results, num_unasked[key])
         self.totals.num_requests += len(finished)
 
-    def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
+    def _add(self, lease: OpenLease, results: Sequence[Result], num_unasked: int) -> None:
+        """num_unasked: those of the results that the engine was not asked for."""
         batch = self.task.encode(results)
         num_before = lease.num_finished
         shares_before = lease.num_input_shares
@@ -184,7 +187,7 @@ class Writer(threading.Thread):
             if errors:
                 # A new object, because another thread reads the old one.
                 self.totals.errors = self.totals.errors + errors
-            self.totals.num_answered += max(0, num_rows - errors.total())
+            self.totals.num_answered += max(0, num_rows - num_unasked)
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:
