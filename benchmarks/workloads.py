@@ -316,7 +316,7 @@ WORKLOADS = {
         Workload(
             "json", num_rows=4096, prompt_tokens=128, max_tokens=160, mean_tokens=95, temperature=1.0,
             structure=("json", SCHEMA), rivals=("raw", "ceiling"),
-            h200={"batchinf": 13452, "raw": 9789, "ceiling": 14841}, **_BARE,
+            h200={"batchinf": 13452, "raw": 9635, "ceiling": 14841}, **_BARE,
         ),
         Workload(
             "choice", num_rows=8192, prompt_tokens=128, max_tokens=16, mean_tokens=6, temperature=1.0,
@@ -357,20 +357,23 @@ WORKLOADS = {
         ),
         # Models of 2026: windows and sinks, windows, gated delta nets, Mamba.
         Workload(
-            "gpt-oss", shape="gpt-oss-20b", num_rows=4096, logprobs=20, h200={"batchinf": 18315, "ceiling": 16191},
+            "gpt-oss", shape="gpt-oss-20b", num_rows=4096, logprobs=20, h200={"batchinf": 16952, "ceiling": 13562},
             **_BARE,
         ),
         Workload(
-            "gemma3", shape="gemma3-12b", num_rows=4096, logprobs=20, h200={"batchinf": 5807, "ceiling": 5830},
+            "gemma3", shape="gemma3-12b", num_rows=4096, logprobs=20, h200={"batchinf": 5840, "ceiling": 5248},
             **_BARE,
         ),
         Workload("small-gemma3", shape="gemma3-1b", num_rows=8192, prompt_tokens=128, logprobs=20, **_BARE),
         # vLLM's own choice on Hopper needs FlashInfer.
         Workload(
-            "qwen3.5", shape="qwen3.5-35b-a3b", num_rows=3072, logprobs=20, h200={"batchinf": 10023},
+            "qwen3.5", shape="qwen3.5-35b-a3b", num_rows=3072, logprobs=20, h200={"batchinf": 11679, "ceiling": 6247},
             own_engine={"gdn_prefill_backend": "triton"},
         ),
-        Workload("granite4", shape="granite4-h-3b", num_rows=8192, logprobs=20, **_BARE),
+        Workload(
+            "granite4", shape="granite4-h-3b", num_rows=8192, logprobs=20, h200={"batchinf": 7652, "ceiling": 5864},
+            **_BARE,
+        ),
         Workload(
             "lora", num_rows=4096, logprobs=5, lora_rank=16, rivals=("raw",), h200={"batchinf": 10010, "raw": 7097},
             **_BARE,

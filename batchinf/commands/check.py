@@ -55,7 +55,7 @@ _NOTES = {
 _WRONG = {
     "manifest_without_job": ("lacks the lines about the job", "restore it from a backup"),
     "manifest_incomplete": (
-        "says that the job is done, but shard {0.shard} of {0.num_shards:,} is missing in it",
+        "says that the job is done, but lacks {0.num_shards:,} of its parts, the first of them part {0.shard}",
         "restore it from a backup, or delete its last line and run again",
     ),
     "manifest_of_other_job": (

@@ -96,6 +96,8 @@ class Coordinator:
     """The retry; None: the first run."""
     begins_together: bool = False
     """See `Assignment`."""
+    keeps_engines: bool = False
+    """Whether the engines stay up when every shard is committed: a retry may follow."""
 
     def __post_init__(self) -> None:
         spec = self.job.spec
@@ -151,7 +153,7 @@ class Coordinator:
                     self._show("stopped" if isinstance(error, Interrupted) else "failed", force=True)
                 raise
             # The job's end, or its next retry, commits these lines.
-            self._note_ended(self.fleet.kill())
+            self._note_ended(self.fleet.kill(but_idle=True))
             self._show("done", force=True)
 
     def _work(self) -> None:
@@ -514,8 +516,9 @@ class Coordinator:
                 end_by = began + ENDING_S
             if drain_until < replicas_drain_until:
                 replicas_drain_until = drain_until
-                self._note_ended(self.fleet.stop(Stop(max(0.0, drain_until - time.monotonic()))))
-            if not self.fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
+                keeps_engine = self.keeps_engines and self._is_finished and not self.requests
+                self._note_ended(self.fleet.stop(Stop(max(0.0, drain_until - time.monotonic()), keeps_engine)))
+            if not self.fleet.num_working or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
             self._commit_parts(self._act(self.fleet.poll(_POLL_S)))
             self._identity.look(self.fleet)

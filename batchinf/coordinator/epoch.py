@@ -28,7 +28,7 @@ class Epoch:
     manifest: Manifest
     launcher: Launcher
     fleet: Fleet
-    """Knows its work. No replica runs if all shards are committed."""
+    """Knows its work. No replica runs if all shards are committed. For a retry, it turns to other work."""
     content_gate: ContentGate
     """Lets replicas store results."""
     times: EngineTimes

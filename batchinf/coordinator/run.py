@@ -47,8 +47,7 @@ from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import work_of
+from batchinf.fleet.launcher import end_all
 from batchinf.fleet.parallel import check_processor
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.speed import measured_speed
@@ -56,7 +55,7 @@ from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import naming_lines, prepare_run
-from batchinf.manifest.lines import Done, Speed
+from batchinf.manifest.lines import Done, Retry, Speed
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
@@ -270,9 +269,10 @@ def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
     speed = None
     if not epoch.state.committed.all():
-        _run_shards(epoch, epoch.job, epoch.state, epoch.fleet, begins_together=begins_together)
-        speed = _speed(epoch)  # before the retries, whose few rows and new engines say little of it
+        _run_shards(epoch, epoch.job, epoch.state, begins_together=begins_together)
+        speed = _speed(epoch)  # before the retries, whose few rows say little of it
     _run_retries(epoch)
+    end_all(epoch.fleet, epoch.manifest)
     speed = speed or _speed(epoch)
     epoch.manifest.record(Done(speed and replace(speed, run_s=time.monotonic() - began)))
     epoch.manifest.commit()
@@ -287,13 +287,14 @@ def _run_shards(
     epoch: Epoch,
     job: Job,
     state: State,
-    fleet: Fleet,
     *,
     unfinished: UnfinishedRetry | None = None,
     begins_together: bool = False,
 ) -> None:
-    """Run all shards that are not committed, or the rest of a retry. fleet: knows its work."""
+    """Run all shards that are not committed, or the rest of a retry, whose work the fleet knows."""
     launcher = epoch.launcher
+    fleet = epoch.fleet
+    retry = None if unfinished is None else unfinished.retry
     order = RunOrder(job.folder, state.extents)
     num_chosen = chosen_of = None
     if unfinished is None:
@@ -329,8 +330,9 @@ def _run_shards(
         telemetry=telemetry,
         count=count,
         num_chosen=num_chosen,
-        retry=None if unfinished is None else unfinished.retry,
+        retry=retry,
         begins_together=begins_together,
+        keeps_engines=_may_follow(epoch, retry),
     )
     try:
         coordinator.run()
@@ -345,6 +347,15 @@ def _run_shards(
     launcher.note_warm(fleet)
     if coordinator.requests:  # it came when all rows were done
         epoch.stops.append(coordinator.requests.name)
+
+
+def _may_follow(epoch: Epoch, retry: Retry | None) -> bool:
+    """Whether another retry may follow this one, or the first run of all rows (None)."""
+    section = epoch.job.spec.retry
+    num_attempts = 0 if retry is None else retry.attempt
+    if section is not None and num_attempts < section.attempts:
+        return True
+    return epoch.retry is not None and (retry is None or retry.is_automatic)
 
 
 def _run_retries(epoch: Epoch) -> None:
@@ -415,13 +426,9 @@ def _finish_retries(epoch: Epoch, state: State) -> State:
         if epoch.stops:
             raise Interrupted(f"stopped on {epoch.stops[0]}")
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
-        fleet = epoch.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
         fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
-        fleet.give_work(work_of(unfinished.job, state, retry))
-        try:
-            _run_shards(epoch, unfinished.job, state, fleet, unfinished=unfinished)
-        finally:
-            fleet.kill()
+        epoch.launcher.turn_to(epoch.fleet, manifest, job=unfinished.job, state=state, retry=retry, say=say)
+        _run_shards(epoch, unfinished.job, state, unfinished=unfinished)
         state = committed_state(job.folder)
         if epoch.mirror is not None:
             judge_by(epoch.mirror, job, state)

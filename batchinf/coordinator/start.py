@@ -300,9 +300,11 @@ def _recover(
     manifest.record(Recovered(state.header.job_id))
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
     for shard in lost[:_LOST_TO_NAME]:
-        say(f"warning: part {shard} is gone or altered; its rows run again, and an altered file is kept in damaged/")
-    if len(lost) > _LOST_TO_NAME:
-        say(f"warning: {len(lost) - _LOST_TO_NAME:,} more parts are gone or altered; their rows run again")
+        rows = counted(shard_at(state.extents, shard).num_rows, "input row")
+        say(f"warning: part {shard} is gone or altered: {rows} run again; an altered file is kept in damaged/")
+    if more := lost[_LOST_TO_NAME:]:
+        rows = counted(sum(shard_at(state.extents, shard).num_rows for shard in more), "input row")
+        say(f"warning: {len(more):,} more parts are gone or altered: {rows} run again")
 
 
 def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[str, Any]) -> Iterator[str]:

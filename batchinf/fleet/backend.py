@@ -39,7 +39,7 @@ class Ending:
 
 
 class ReplicaHandle(Protocol):
-    """One incarnation of a replica that a backend has started."""
+    """One incarnation of a replica that a backend has started, and those that follow with the same engine."""
 
     @property
     def incarnation(self) -> str:
@@ -58,6 +58,13 @@ class ReplicaHandle(Protocol):
 
     def send(self, command: Command) -> None:
         """Deliver a command after those before it. Does not wait, and does not raise if the replica is gone."""
+
+    def renew(self, launch: Launch) -> float:
+        """Let the replica go on as another incarnation, whose name and lifetime are the handle's from now on.
+
+        The replica has sent `Stopped` and waits. Its `reference` stays. Returns how long the incarnation before
+        occupied its devices.
+        """
 
     def has_ended(self) -> bool:
         """Whether it is gone, for whatever reason. Its last events may not have been polled yet."""

@@ -42,7 +42,8 @@ _CORES_PER_REPLICA = 4
 # For a second engine on a device. It is up 16 s after the first, or 50 s without compiled kernels. It pays if the input
 # keeps one engine busy for more than 2 minutes.
 LEAST_INPUT_BYTES = 200 << 20
-# The prefix cache takes a fifth of an embedding job's speed, in Python. It pays if it saves that share of the prompts.
+# The prefix cache takes a fifth of an embedding job's speed, in Python. It takes 0.23 of that of a job with recurrent
+# layers (benchmarks/RESULTS.md). It pays if it saves that share of the prompts.
 _LEAST_SHARED = 0.2
 # From here on, a step that reads prompts has four sizes of graphs between a power of two and the next.
 _DENSE_GRAPHS = 2048
@@ -190,20 +191,33 @@ def chosen_arguments(
     if _has_prompt_graphs(spec, fit, task):
         chosen |= _for_prompts(spec, fit, task)
     if _overlaps_steps(spec, fit, task):
-        chosen |= _for_vectors(spec, shared_share)
+        chosen |= _for_vectors()
+    if _overlaps_steps(spec, fit, task) or _caches_states(spec, fit, task):
+        chosen |= _without_prefixes(spec, shared_share)
     return {name: choice for name, choice in chosen.items() if name not in spec.engine}
 
 
-def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, WithReason]:
+def _for_vectors() -> dict[str, WithReason]:
     """For a task that makes a vector of each prompt, with a small model on a large device."""
-    chosen: dict[str, WithReason] = {
-        "async_scheduling": (True, "the engine prepares the next step while the GPU computes")
-    }
+    return {"async_scheduling": (True, "the engine prepares the next step while the GPU computes")}
+
+
+def _without_prefixes(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, WithReason]:
+    """No prefix cache, where it costs more than it saves; see `_LEAST_SHARED`."""
     share = shared_share() if "enable_prefix_caching" not in spec.engine else None
-    if share is not None and share < _LEAST_SHARED:
-        reason = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
-        chosen["enable_prefix_caching"] = False, reason
-    return chosen
+    if share is None or share >= _LEAST_SHARED:
+        return {}
+    return {"enable_prefix_caching": (False, f"in a sample, {share:.0%} of the text repeats beginnings of prompts")}
+
+
+def _caches_states(spec: JobSpec, fit: Fit, task: Task) -> bool:
+    """Whether vLLM keeps the states of recurrent layers for prompts that begin alike, and no row has several outputs.
+
+    In that mode of the cache (`align`), the scheduler's short loops are off. Outputs of one row have one prompt.
+    """
+    cache = fit.needs.kv_cache
+    has_states = cache is not None and cache.has_states
+    return task.draws_tokens and has_states and spec.sampling.n == 1 and not spec.rows_may_set("n")
 
 
 def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, WithReason]:
@@ -269,7 +283,7 @@ def _is_plain_decoder(fit: Fit) -> bool:
     """Whether each token sees only those before it, and all layers keep keys and values."""
     config = fit.needs.config
     cache = fit.needs.kv_cache
-    if cache is None or any(part.state is not None for layer in cache.layers for part in layer):
+    if cache is None or cache.has_states:
         return False
     # Encoders have no such field, and decoders that see all tokens say so.
     is_causal = "num_key_value_heads" in config and config.get("is_causal", True)

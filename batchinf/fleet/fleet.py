@@ -27,11 +27,14 @@ from batchinf.replica.messages import (
     Launch,
     LeaseDone,
     Revoke,
+    Stop,
     Trial,
     Work,
 )
+from batchinf.spec.job import JobSpec
 
 _LOOKS_AT_A_START = 20
+OTHER_ARGUMENTS = "the sampling of this retry needs other engine arguments"
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
 _ERROR_LEVEL = re.compile(r"\bERROR\b")
 # An error with one of these texts only says that another one is the cause.
@@ -51,22 +54,22 @@ class Ended:
     replica: FleetReplica
     incarnation: str
     lifetime_s: float
-    leases: tuple[Lease, ...]
-    finished: tuple[LeaseDone, ...]
-    """Whole shards whose parts its last messages named; they are not among `leases`."""
     cause: str
-    failed: Failed | None
-    """Its last message, if that says why it ended."""
     was_asked: bool
-    was_host_lost: bool
+    leases: tuple[Lease, ...] = ()
+    finished: tuple[LeaseDone, ...] = ()
+    """Whole shards whose parts its last messages named; they are not among `leases`."""
+    failed: Failed | None = None
+    """Its last message, if that says why it ended."""
+    was_host_lost: bool = False
     """Its rows count as not tried."""
-    in_flight: tuple[InFlightRequest, ...]
+    in_flight: tuple[InFlightRequest, ...] = ()
     """Requests that were in its engine; empty if no row can be the cause."""
-    num_unfinished: int
+    num_unfinished: int = 0
     """All requests that were in its engine when it ended, for any cause."""
-    num_open_rows: int
+    num_open_rows: int = 0
     """Finished output rows of leases that are not finished."""
-    step_down: Fields | None
+    step_down: Fields | None = None
     """See `Verdict.step_down`."""
 
 
@@ -178,6 +181,44 @@ class Fleet:
         if self.work is not None:
             handle.send(self.work)
 
+    def turn_to(self, launch: Callable[[Slot, str], Launch], spec: JobSpec, retry: int, work: Work) -> list[Ended]:
+        """Turn to the rows of a retry, with new replicas. Engines that are up and wait go on, unless theirs differ.
+
+        spec: with the retry's sampling, as `launch` has it. Returns the ends of all incarnations so far.
+        """
+        unlike = [
+            number
+            for number in self._idle
+            if self.settings is not None and not self.settings.fits(self.handles[number].incarnation, spec)
+        ]
+        ended = [*self.kill(but_idle=True), *self._end_all(dict.fromkeys(unlike, OTHER_ARGUMENTS), is_asked=True)]
+        self.launch = launch
+        self.retry = retry
+        self.work = work
+        before = self.replicas
+        self.replicas = [FleetReplica(replica.slot, replica.requests_per_row) for replica in before]
+        return ended + [self._renew(before[number], handle) for number, handle in self.handles.items()]
+
+    def _renew(self, before: FleetReplica, handle: ReplicaHandle) -> Ended:
+        """Let an engine that is up work under another name. Returns the end of the incarnation before."""
+        replica = self.replicas[before.number]
+        self.num_incarnations += 1
+        incarnation = handle.incarnation
+        launch = self.launch(replica.slot, incarnation_name(self.epoch, self.num_incarnations, self.retry))
+        if self.settings is not None:
+            self.settings.rename(incarnation, launch.incarnation)
+        lifetime_s = handle.renew(launch)
+        replica.start(launch.incarnation, time.monotonic())
+        assert self.work is not None
+        handle.send(self.work)
+        return Ended(
+            replica=before,
+            incarnation=incarnation,
+            lifetime_s=lifetime_s,
+            cause="its engine stays up for a retry",
+            was_asked=True,
+        )
+
     def look_at_starts(self) -> None:
         """Read from the logs of starting replicas what their engines are doing."""
         for number, handle in self.handles.items():
@@ -222,7 +263,7 @@ class Fleet:
         causes: dict[int, str] = {}
         for replica in live:
             cause = replica.why_end(now, stall_timeout_s=self.stall_timeout_s, start_timeout_s=self.start_timeout_s)
-            if are_done or self.handles[replica.number].has_ended():
+            if (are_done and not replica.is_idle) or self.handles[replica.number].has_ended():
                 cause = ""
             if cause is not None:
                 causes[replica.number] = cause
@@ -245,20 +286,21 @@ class Fleet:
                 activity = [activities[other.number] for other in neighbours]
             replica.note_start_activity(activity, now)
 
-    def stop(self, command: Command) -> list[Ended]:
+    def stop(self, command: Stop) -> list[Ended]:
         """Tell every replica to stop, and restart none. Replicas whose engine is not up yet are ended at once."""
         ended = []
         for replica in self.replicas:
-            if replica.stop():
+            if replica.stop(keeps_engine=command.keeps_engine):
                 ended.append(self._end(replica, "ended before its engine was up"))
             else:
                 self.send(replica, command)
         return ended
 
-    def kill(self) -> list[Ended]:
-        """End every replica at once."""
-        causes = {replica.number: "ended by the coordinator" for replica in self._live}
-        return self._end_all(causes, is_asked=True)
+    def kill(self, *, but_idle: bool = False) -> list[Ended]:
+        """End every replica at once. but_idle: those whose engines are up and wait for other work go on."""
+        kept = self._idle if but_idle else set()
+        numbers = [replica.number for replica in self._live if replica.number not in kept]
+        return self._end_all(dict.fromkeys(numbers, "ended by the coordinator"), is_asked=True)
 
     def _end_all(self, causes: dict[int, str], *, is_asked: bool = False) -> list[Ended]:
         """End replicas, by number. They end at the same time: a device needs up to a second until it is free."""
@@ -327,9 +369,15 @@ class Fleet:
         return [replica for replica in self.replicas if replica.is_live]
 
     @property
-    def num_live(self) -> int:
-        """Replicas with a running incarnation."""
-        return len(self.handles)
+    def _idle(self) -> set[int]:
+        """The replicas whose engines wait for other work."""
+        idle = (replica.number for replica in self._live if replica.is_idle)
+        return {number for number in idle if not self.handles[number].has_ended()}
+
+    @property
+    def num_working(self) -> int:
+        """Replicas with a running incarnation, without those whose engines wait for other work."""
+        return len(self.handles) - len(self._idle)
 
     @property
     def is_spent(self) -> bool:

@@ -5,14 +5,16 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from batchinf.base import faults
 from batchinf.base.errors import BatchinfError
 from batchinf.base.slices import source_folder
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.engine_defaults import (
@@ -22,10 +24,11 @@ from batchinf.fleet.engine_defaults import (
     step_for_images,
     with_most_images,
 )
-from batchinf.fleet.fleet import Ended, Fleet
+from batchinf.fleet.fleet import OTHER_ARGUMENTS, Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
+from batchinf.fleet.replica import FleetReplica
 from batchinf.job.job import Job, PreparedJob, begun_at
 from batchinf.manifest.lines import EndedReplica, Lowered, Retry, StartedReplica
 from batchinf.manifest.log import Manifest
@@ -126,13 +129,13 @@ class Launcher:
         """The devices of all replicas, each once; empty on processors."""
         return _devices(self.slots)
 
-    def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
-        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: those so far."""
+    def fleet(self, job_id: str, num_before: int = 0) -> Fleet:
+        """A fleet with no replica started. num_before: incarnations so far."""
         own = self.task.spec
         return Fleet(
             self.backend,
             self.slots,
-            lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or own),
+            self._launches(job_id, own),
             requests_per_row=self.task.num_rows_per_input,
             epoch=self.epoch,
             logs=self.folder.path("logs"),
@@ -141,9 +144,31 @@ class Launcher:
             start_timeout_s=own.start_timeout_s,
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
-            retry=retry,
             num_incarnations=num_before,
         )
+
+    def turn_to(
+        self, fleet: Fleet, manifest: Manifest, *, job: Job, state: State, retry: Retry, say: Callable[[str], None]
+    ) -> None:
+        """Give the fleet the rows of a retry, for which engines that are up stay up. job: with the retry's sampling."""
+        launches = self._launches(state.header.job_id, job.spec)
+        with shielded():
+            ended = fleet.turn_to(launches, job.spec, retry.number, work_of(job, state, retry))
+            faults.point("fleet.turned")
+            for end in ended:
+                note_end(manifest, end)
+            kept = [replica for replica in fleet.replicas if replica.is_live]
+            _note_starts(fleet, kept, manifest)
+            if ended:
+                manifest.commit()
+        if kept:
+            say(f"{counted(len(kept), 'engine')} of {len(fleet.replicas):,} stayed up for it")
+        if any(end.cause == OTHER_ARGUMENTS for end in ended):
+            say(f"the engines start again: {OTHER_ARGUMENTS}")
+
+    def _launches(self, job_id: str, spec: JobSpec) -> Callable[[Slot, str], Launch]:
+        """spec: of a retry, which has other sampling, or of the job."""
+        return functools.partial(self._launch, job_id=job_id, spec=spec)
 
     def _launch(self, slot: Slot, incarnation: str, job_id: str, spec: JobSpec) -> Launch:
         return Launch(
@@ -218,6 +243,13 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
 def start_due(fleet: Fleet, manifest: Manifest) -> None:
     """Start the replicas that are due, and commit the identities by which a later epoch finds them."""
     replicas = fleet.start_due()
+    _note_starts(fleet, replicas, manifest)
+    if replicas:
+        manifest.commit()
+
+
+def _note_starts(fleet: Fleet, replicas: Iterable[FleetReplica], manifest: Manifest) -> None:
+    """Add the starts of the running incarnations of these replicas to the manifest's next commit."""
     for replica in replicas:
         handle = fleet.handles[replica.number]
         started = StartedReplica(
@@ -231,8 +263,6 @@ def start_due(fleet: Fleet, manifest: Manifest) -> None:
         )
         manifest.record(started)
         manifest.event("replica_started", **asdict(started))
-    if replicas:
-        manifest.commit()
 
 
 def note_end(manifest: Manifest, end: Ended) -> None:

@@ -190,6 +190,8 @@ class FleetReplica:
     """The earliest time of the next start."""
     is_given_up: bool = False
     is_stopping: bool = False
+    keeps_engine: bool = False
+    """When it stops, its engine stays up for other work."""
     cause: str = ""
     """Why the last incarnation ended."""
 
@@ -214,6 +216,11 @@ class FleetReplica:
     def is_running(self) -> bool:
         """Whether its engine is up and takes rows."""
         return self.is_live and self.is_up and self.current.failed is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has stopped, and its engine stays up for other work."""
+        return self.is_live and self.keeps_engine and self.current.stopped_at is not None
 
     @property
     def _is_starting(self) -> bool:
@@ -346,7 +353,7 @@ class FleetReplica:
                 current.failed = event
                 current.failed_at = now
             case Stopped():
-                self.state = "ended"
+                self.state = "waiting" if self.keeps_engine else "ended"
                 current.stopped_at = now
                 return event
             case _:
@@ -430,6 +437,8 @@ class FleetReplica:
         current = self.current
         if current.failed is not None and now - current.failed_at > _ENDS_AFTER_FAILED_S:
             return ""
+        if self.is_idle:
+            return None
         if current.stopped_at is not None and now - current.stopped_at > _ENDS_AFTER_STOPPED_S:
             return ""
         if self.is_running and now - current.steps_changed_at > stall_timeout_s:
@@ -499,8 +508,9 @@ class FleetReplica:
             self.restarts += 1
         self.start_at = now + _BACK_OFF_S
 
-    def stop(self) -> bool:
+    def stop(self, *, keeps_engine: bool = False) -> bool:
         """Start it never again. Returns whether it has to be ended at once, because its engine is not up yet."""
+        self.keeps_engine = keeps_engine and not self.is_stopping
         self.is_stopping = True
         self.is_given_up = self.is_given_up or not self.is_live
         return self.is_live and not self.is_up

@@ -94,6 +94,11 @@ class KvCache:
         """Of a cached number of the first attention layer; 0 without attention."""
         return next((cache.item_bytes for layer in self.layers for cache in layer if cache.item_bytes), 0)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer is recurrent."""
+        return any(cache.state is not None for layer in self.layers for cache in layer)
+
     def stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
         """The caches on each stage of a pipeline."""
         start = 0

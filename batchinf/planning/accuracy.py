@@ -19,7 +19,7 @@ class SpeedRange:
 
 # The lowest and the highest, rounded outwards, of the jobs on H100s and H200s in benchmarks/RESULTS.md, "Predictions
 # beside measurements".
-_RECURRENT = SpeedRange("models with recurrent layers", 0.48, 0.67)
+_RECURRENT = SpeedRange("models with recurrent layers", 0.42, 0.78)
 _EXPERTS = SpeedRange("models with experts", 0.94, 1.14)
 _PIPELINE = SpeedRange("pipelines", 0.99, 1.09)
 _PROMPTS = SpeedRange("jobs that only read prompts", 0.81, 1.03)
@@ -31,7 +31,7 @@ def accuracy_of(fit: Fit, work: Workload) -> SpeedRange:
     """Of the kind of this model, at its degrees, and of this work."""
     shape = shape_of(fit.needs)
     cache = fit.needs.kv_cache
-    if cache is not None and any(layer.state is not None for layers in cache.layers for layer in layers):
+    if cache is not None and cache.has_states:
         return _RECURRENT
     if shape is not None and shape.expert_parameters:
         return _EXPERTS

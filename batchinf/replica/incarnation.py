@@ -1,5 +1,7 @@
 """One incarnation of a replica: starts the engine, makes the pipeline around it, and obeys the coordinator.
 
+For a retry, the engine may stay up: the same process is the next incarnation, with another pipeline around its engine.
+
 A backend runs it, and gives it a port to the coordinator and memory for the record of requests in flight. The local
 backend does so in `fleet/local/process.py`. The main thread starts the engine; another one opens the input and makes
 the pipeline.
@@ -82,30 +84,34 @@ class Incarnation:
 
     def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
         """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
-        self._launch = launch
         self._in_flight = in_flight
         self._port = port
         self._abandon = abandon
-        self._spec = JobSpec.model_validate_json(launch.spec)
-        self._task = task_of(self._spec)  # its input is not fully known yet
+        self._take(launch)
         self._folder = Folder(launch.folder)
         self._tokenizer: Any = None
         self._work: Work | None = None
         self._starts_engine = False
         num_forks = num_forks_of_vllm(math.prod(self._spec.parallel.sizes)) if self._spec.scripted is None else 0
         self._first_fork = FirstFork(num_forks)
-        self._pipeline: Future[Pipeline] = Future()
         self._worker: Worker | None = None
-        self._stop: Stop | None = None
         self._progress_s = _PROGRESS_S
         self._is_identified = threading.Event()
         # vLLM loads an adapter again if it has more of them than fit into its memory.
         self._adapter_stamps = stamps_of(path for adapter in launch.adapters for path in adapter_files(adapter))
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def _take(self, launch: Launch) -> None:
+        self._launch = launch
+        self._spec = JobSpec.model_validate_json(launch.spec)
+        self._task = task_of(self._spec)  # its input is not fully known yet
+        self._pipeline: Future[Pipeline] = Future()
+        self._stop: Stop | None = None
 
     def run(self) -> None:
-        """Start the engine, work until stopped, and send `Stopped`."""
-        started = time.monotonic()
+        """Start the engine, work until stopped, and send `Stopped`; then likewise for each `Launch` that follows."""
+        began = time.monotonic()
         self._port.send(StartPhase("loading the tokenizer and opening the input", os.uname().nodename))
         with without_collection():
             self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
@@ -119,24 +125,45 @@ class Incarnation:
         engine = self._start_engine()
         self._first_fork.release()
         try:
-            self._port.send(StartPhase(WARMING_UP))
-            engine.warm_up(self._task.warm_up_request())
-            start_s = round(time.monotonic() - started, 3)
-            if not self._pipeline.done():
-                self._port.send(StartPhase(WAITING_FOR_INPUT))
-            worker = self._pipeline.result().complete(engine, self._in_flight)
-            with self._lock:
-                self._worker = worker
-                if self._stop is not None:
-                    worker.stop(self._stop.drain_s)
-            self._port.send(Ready(engine.info, start_s))
-            worker.run()
-            self._port.send(worker.progress())
-            # Before the engine ends, which may take seconds: nothing of the job depends on it any more.
-            self._port.send(Stopped())
+            self._work_with(engine, began)
+            while self._goes_on(engine):
+                self._work_with(engine, time.monotonic())
         finally:
             with contextlib.suppress(Exception):
                 engine.close()
+
+    def _work_with(self, engine: Engine, began: float) -> None:
+        """Work until stopped, and send `Stopped`. began: when this incarnation did, on the monotonic clock."""
+        self._port.send(StartPhase(WARMING_UP, os.uname().nodename))
+        engine.warm_up(self._task.warm_up_request())
+        start_s = round(time.monotonic() - began, 3)
+        if not self._pipeline.done():
+            self._port.send(StartPhase(WAITING_FOR_INPUT))
+        pipeline = self._pipeline.result()
+        worker = pipeline.complete(engine, self._in_flight)
+        with self._lock:
+            self._worker = worker
+            if self._stop is not None:
+                worker.stop(self._stop.drain_s)
+        self._port.send(Ready(engine.info, start_s))
+        worker.run()
+        if self._stop is not None and self._stop.keeps_engine:
+            # It has no rows any more, so it ends at once. Its messages must not come after `Stopped`.
+            worker.feeder.join()
+            pipeline.source.close()
+        with self._lock:
+            self._worker = None
+            self._port.send(worker.progress())
+            # Before the engine ends, which may take seconds: nothing of the job depends on it any more.
+            self._port.send(Stopped())
+
+    def _goes_on(self, engine: Engine) -> bool:
+        """Wait for another `Launch` if the engine stays up. Returns whether one came."""
+        if engine.num_unfinished():
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop is None or not self._stop.keeps_engine)
+            return self._stop is None
 
     def _start_engine(self) -> Engine:
         if self._spec.scripted is not None:
@@ -236,17 +263,23 @@ class Incarnation:
             for message in messages:
                 self._obey(message)
             since_s = time.monotonic() - sent_at
-            if self._worker is None or since_s < self._progress_s:
-                continue
-            progress = self._worker.progress()
-            if since_s >= _PROGRESS_S or sent is None or _says_more(progress, sent):
-                self._port.send(progress)
-                sent_at = time.monotonic()
-                sent = progress
+            with self._lock:
+                if self._worker is None or since_s < self._progress_s:
+                    continue
+                progress = self._worker.progress()
+                if since_s >= _PROGRESS_S or sent is None or _says_more(progress, sent):
+                    self._port.send(progress)
+                    sent_at = time.monotonic()
+                    sent = progress
 
     def _obey(self, message: Command) -> None:
-        with self._lock:
+        with self._changed:
             match message:
+                case Launch():
+                    faults.point("replica.again")
+                    print(f"the engine stays up for incarnation {message.incarnation}", file=sys.stderr, flush=True)
+                    self._take(message)
+                    self._changed.notify_all()
                 case Work():
                     self._work = message
                     if self._starts_engine:
@@ -254,6 +287,7 @@ class Incarnation:
                         self._first_fork.after(thread.start)
                 case Stop():
                     self._stop = message
+                    self._changed.notify_all()
                     if self._worker is not None:
                         self._worker.stop(message.drain_s)
                 case Identified():

@@ -26,7 +26,7 @@ WARMING_UP = "compiling kernels for the job's shapes"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """First: who the replica is, and what its engine needs."""
+    """First: who the replica is, and what its engine needs. Again after `Stopped`, to a replica whose engine is up."""
 
     replica: int
     incarnation: str
@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Once: all that depends on the input. Right after `Launch`, or when the input is known."""
+    """Once for each `Launch`: all that depends on the input. Right after it, or when the input is known."""
 
     input: str
     """The resolved section of the spec as JSON."""
@@ -106,9 +106,11 @@ class Stop:
     """Journal, admit nothing more, finish running requests for at most `drain_s` seconds, and end."""
 
     drain_s: float
+    keeps_engine: bool = False
+    """Do not end, but wait for another `Launch`. All rows are stored."""
 
 
-Command = Work | Assign | Trial | Revoke | Identified | Stop
+Command = Launch | Work | Assign | Trial | Revoke | Identified | Stop
 
 # -- from a replica ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class StartPhase:
 
     name: str
     host: str = ""
-    """Where it runs; the first phase has it."""
+    """Where it runs; empty: as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Last: it has journalled its results and ends."""
+    """Last of an incarnation: it has journalled its results. It ends, or waits for another `Launch`."""
 
 
 LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried

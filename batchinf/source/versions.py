@@ -218,17 +218,28 @@ class FileComparison:
                 unmatched.append(old)
         return sorted(unmatched, key=lambda old: old.file)
 
-    def compare_by_name(self, old: FileRange) -> None:
-        """Compare a known file, whose content is not there any more, with the file of its name."""
-        if old.name not in self.free:
-            self.gone.append(old.name)
-        elif not _has_grown(self.scanner, old, *self.free[old.name]):
-            self.changed.append(old.name)
-        else:
-            file, entry = self.free.pop(old.name)
-            # It may have grown by blank lines only.
-            place = self.grown if entry.num_rows > old.stop_row else self.unchanged
-            place[old.file] = file, entry
+    def compare_grown(self, known: Sequence[FileRange]) -> None:
+        """Compare known files, whose content is not there any more, with files that may have rows appended to it."""
+        gone = [old for old in known if old.name not in self.free]
+        for old in known:
+            if old.name in self.free and not self._take_grown(old, old.name):
+                self.changed.append(old.name)
+        looks = len(gone) * len(self.free) <= _LOOKED_AT
+        for old in gone:
+            # Renamed as well. An empty file is the beginning of any other, and a copy leaves open which one it is.
+            others = [name for name, it in self.free.items() if looks and _has_grown(self.scanner, old, *it)]
+            if len(others) != 1 or not old.stop_row or not self._take_grown(old, others[0]):
+                self.gone.append(old.name)
+
+    def _take_grown(self, old: FileRange, name: str) -> bool:
+        """Take the free file of this name as a known one if it begins with its content. Returns whether it does."""
+        if not _has_grown(self.scanner, old, *self.free[name]):
+            return False
+        file, entry = self.free.pop(name)
+        # It may have grown by blank lines only.
+        place = self.grown if entry.num_rows > old.stop_row else self.unchanged
+        place[old.file] = file, entry
+        return True
 
     def save_contents(self) -> None:
         """Store which contents were found again, so that they are not compared once more."""
@@ -278,8 +289,7 @@ def compare_files(
         compared.scan(unknown)
         unmatched = compared.match(unmatched, by_name=False)
     compared.save_contents()
-    for old in unmatched:
-        compared.compare_by_name(old)
+    compared.compare_grown(unmatched)
     names = {*compared.changed, *(file.name for file, _ in compared.usable.values())}
     compared.unknown = [file for file in files if file.name not in names]
     if scans_new:

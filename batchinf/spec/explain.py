@@ -42,6 +42,11 @@ OTHER_NAMES = {
         **dict.fromkeys(("dir", "folder", "directory", "output_dir"), "path"),
         **dict.fromkeys(("columns", "keep"), "keep_columns"),
     },
+    "output.push_to_hub": {
+        **dict.fromkeys(("repo", "repo_id", "name", "path", "dataset"), "repository"),
+        "private": "public",
+        "force": "overwrite",
+    },
     "": {
         **dict.fromkeys(("prompts", "data", "dataset"), "input.path"),
         **dict.fromkeys(("out", "output_dir", "output_path"), "output.path"),

@@ -384,6 +384,11 @@ class JobSpec(Section):
         return self.sampling.may_have("structured_outputs") or has_own
 
     @property
+    def engine_needs(self) -> tuple[bool, bool]:
+        """What fields of `sampling` that a retry may change decide of the engine's arguments."""
+        return self.may_have_structures, self.sampling.may_have("thinking_token_budget")
+
+    @property
     def has_auto_length(self) -> bool:
         """Whether `engine.max_model_len` is still `auto`: the longest row will say it. See `job.model_len`."""
         return self.engine.get("max_model_len") == "auto"

@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import os
 import pathlib
 import signal
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import stores
 
 import jobs
+from batchinf.manifest.lines import StartedReplica
 from batchinf.spec.file import read_spec
 
 pytestmark = [pytest.mark.fewer_rows]
@@ -32,6 +35,10 @@ Rows = list[dict[str, Any]]
 def rows_of(out: pathlib.Path) -> Rows:
     """All rows; for two runs that nothing hurts, `attempts` is the same, too."""
     return jobs.table_of(out).to_pylist()
+
+
+def without_attempts(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "attempts"}
 
 
 def num_errors(rows: Rows) -> int:
@@ -84,6 +91,74 @@ def test_rows_are_those_of_retries_by_hand(steps: tuple[Rows, Rows, Rows], tmp_p
     assert len(jobs.state_of(tmp_path / "out").retries) == 2
 
 
+def num_processes(out: pathlib.Path) -> int:
+    """How many processes with an engine the job has had."""
+    return len({json.dumps(start["identity"], sort_keys=True) for start in jobs.events_of(out, "replica_started")})
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_engines_start_once(num_replicas: int, steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
+    # The rows take so long that the second engine is up before they are done.
+    slow = {"scripted": {"step_s": 0.05, "max_num_seqs": 16}} if num_replicas > 1 else {}
+    parallel = {"data_parallel_size": num_replicas}
+    spec, out = jobs.spec_of(tmp_path, **{**BASE, "retry": RETRY, "parallel": parallel, **slow}), tmp_path / "out"
+    jobs.finish(spec)
+    assert rows_of(out) == steps[2]
+    assert num_processes(out) == num_replicas
+    # Each attempt has incarnations of its own, of which each is accounted for.
+    names = [start["incarnation"] for start in jobs.events_of(out, "replica_started")]
+    assert len({*names}) == len(names) == 3 * num_replicas
+    state = jobs.state_of(out)
+    assert not state.of(StartedReplica)
+
+
+def test_a_retry_by_hand_of_a_job_that_is_not_done_keeps_its_engine(
+    steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec, out = jobs.spec_of(tmp_path, **BASE), tmp_path / "out"
+    assert jobs.run("run", spec, faults="coordinator.after_publish=kill").returncode == -9
+    num_before = num_processes(out)
+    jobs.finish(spec, *BY_HAND)
+    assert jobs.rows_of(out) == [without_attempts(row) for row in steps[1]]
+    assert num_processes(out) - num_before == 1
+
+
+def test_engines_start_again_for_other_arguments(tmp_path: pathlib.Path) -> None:
+    """Reasoning parsers of engines depend on whether there are structures."""
+    sampling = {"temperature": 1.0, "max_tokens": 9, "logprobs": None}
+    retry = {"attempts": 2, "where": "row_index < 9", "set": {"sampling.structured_outputs": {"regex": "a+"}}}
+    spec = jobs.spec_of(tmp_path, **{**BASE, "sampling": sampling, "input": {"limit": 30}, "retry": retry})
+    done = jobs.finish(spec)
+    assert num_processes(tmp_path / "out") == 2  # the second attempt needs what the first one needs
+    assert done.stderr.count("needs other engine arguments") == 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("fault", ["replica.again=kill", "replica.again=die", "replica.open:2=kill"])
+def test_a_replica_that_dies_at_the_hand_over(
+    fault: str, num_replicas: int, steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec = jobs.spec_of(tmp_path, **{**BASE, "retry": RETRY, "parallel": {"data_parallel_size": num_replicas}})
+    (tmp_path / "once").mkdir()
+    jobs.finish(spec, faults=fault, BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
+    assert list((tmp_path / "once").iterdir())
+    assert jobs.rows_of(tmp_path / "out") == [without_attempts(row) for row in steps[2]]
+    assert num_processes(tmp_path / "out") > 1
+
+
+def test_an_engine_that_dies_while_it_waits(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path, **{**BASE, "retry": RETRY}), tmp_path / "out"
+    marker = tmp_path / "held"
+    process = jobs.start("run", spec, faults=f"retry.after_line=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and marker.read_text())
+    os.kill(jobs.events_of(out, "replica_started")[-1]["identity"]["pgid"], signal.SIGKILL)
+    marker.unlink()
+    code, _, errors = jobs.end(process)
+    assert code == 0, errors
+    assert jobs.rows_of(out) == [without_attempts(row) for row in steps[2]]
+    assert num_processes(out) == 2
+
+
 def test_the_speed_is_that_of_all_rows(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
     jobs.finish(jobs.spec_of(tmp_path, **BASE, retry=RETRY))
     speed = jobs.state_of(tmp_path / "out").speed
@@ -132,8 +207,7 @@ def test_killed_at_every_step(words: tuple[str, ...], steps: tuple[Rows, Rows, R
     allowed = [dict[tuple[int, int], list[dict[str, Any]]]()]
     for rows in steps:
         for row in rows:
-            plain = {name: value for name, value in row.items() if name != "attempts"}
-            allowed[0].setdefault((row["row_index"], row["sample_index"]), []).append(plain)
+            allowed[0].setdefault((row["row_index"], row["sample_index"]), []).append(without_attempts(row))
 
     def killed(where: str) -> None:
         died = jobs.run("run", spec, *words, faults=f"{where}=kill")
@@ -146,32 +220,38 @@ def test_killed_at_every_step(words: tuple[str, ...], steps: tuple[Rows, Rows, R
     killed("retry.before_line")
     assert not jobs.state_of(out).retries
     killed("retry.after_line")
+    killed("fleet.turned")
     killed("coordinator.before_publish")
     killed("coordinator.after_publish")
     killed("retry.before_count")
     killed("retry.before_line")
     assert [retry.num_mended is None for retry in jobs.state_of(out).retries.values()] == [False]
     killed("retry.after_line")
+    killed("fleet.turned")
     killed("coordinator.after_publish")
     killed("retry.before_count")
     jobs.finish(spec, *words)
-    without = [{name: value for name, value in row.items() if name != "attempts"} for row in steps[2]]
-    assert jobs.rows_of(out) == without
+    assert jobs.rows_of(out) == [without_attempts(row) for row in steps[2]]
     retries = jobs.state_of(out).retries.values()
     assert [(retry.attempt, retry.num_mended is None) for retry in retries] == [(1, False), (2, False)]
 
 
-def test_a_stop_between_the_attempts(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("step", ["retry.before_line", "retry.after_line", "fleet.turned", "retry.before_count"])
+def test_a_stop_between_the_attempts(step: str, steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, **{**BASE, "retry": RETRY}), tmp_path / "out"
     marker = tmp_path / "held"
-    process = jobs.start("run", spec, faults=f"retry.after_line=hold {marker}")
+    process = jobs.start("run", spec, faults=f"{step}=hold {marker}")
     jobs.wait_until(lambda: marker.exists() and marker.read_text())
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     marker.unlink()
     code, _, errors = jobs.end(process)
     assert code == 75, errors
+    assert not jobs.state_of(out).of(StartedReplica)
+    assert not [
+        start for start in jobs.events_of(out, "replica_started") if psutil.pid_exists(start["identity"]["pgid"])
+    ]
     jobs.finish(spec)
-    assert jobs.rows_of(out) == [{n: v for n, v in row.items() if n != "attempts"} for row in steps[2]]
+    assert jobs.rows_of(out) == [without_attempts(row) for row in steps[2]]
 
 
 def test_each_slice_tries_its_own_rows(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
@@ -209,7 +289,7 @@ def test_in_a_bucket(steps: tuple[Rows, Rows, Rows], url: str, store: stores.Pro
         assert killed.returncode == -9, killed.stderr
         stores.lose_host(tmp_path)
     jobs.finish(spec, **store.environment)
-    assert stores.rows(url) == [{n: v for n, v in row.items() if n != "attempts"} for row in steps[2]]
+    assert stores.rows(url) == [without_attempts(row) for row in steps[2]]
 
 
 def test_attempts_without_rows_end_the_job(tmp_path: pathlib.Path) -> None:
@@ -345,6 +425,7 @@ def test_json_that_was_cut_is_mended_on_vllm(tmp_path: pathlib.Path) -> None:
         max_error_rate=1.0,
     )
     jobs.finish(spec)
+    assert num_processes(tmp_path / "out") == 1
     [retry] = jobs.state_of(tmp_path / "out").retries.values()
     rows = jobs.table_of(tmp_path / "out").to_pylist()
     tried = [row for row in rows if row["attempts"] == 2]

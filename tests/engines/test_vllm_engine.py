@@ -22,6 +22,7 @@ from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.token_count import TokenCount
 from batchinf.spec.job import JobSpec, ParallelSpec
+from batchinf.spec.retry import FIXED_SAMPLING, SAMPLING
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate
@@ -673,6 +674,36 @@ def test_the_prefix_cache_is_off_if_no_request_can_read_it(sections: dict[str, A
     own = {"model": {"name": str(MODEL)}, "input": {"path": "x", **sections.pop("input", {})}, "output": {"path": "y"}}
     arguments = adapter.engine_arguments(task_of(JobSpec.model_validate({**own, **sections})), "m", "t", None)
     assert arguments.get("enable_prefix_caching") is expected
+
+
+@pytest.mark.parametrize("first", [{}, {"logprobs": 2}, {"structured_outputs": {"regex": "a+"}, "logprobs": 2}])
+def test_an_engine_stays_up_for_a_retry_only_with_its_own_arguments(first: dict[str, Any]) -> None:
+    others: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 500, "min_tokens": 2, "seed": 7,
+        "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "stop": ["x"], "ignore_eos": True,
+        "stop_token_ids": [5], "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["x"],
+        "allowed_token_ids": [5], "logit_bias": {5: 1.0}, "thinking_token_budget": 5,
+        "structured_outputs": {"json": {"type": "object"}},
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
+    }  # fmt: skip
+    changeable = SamplingSpec.model_fields.keys() - {name.removeprefix(SAMPLING) for name in FIXED_SAMPLING}
+    assert others.keys() == changeable - {"columns"}
+    own = {"model": {"name": str(MODEL), "reasoning_parser": "qwen3"}, "input": {"path": "x"}, "output": {"path": "y"}}
+
+    def of(sampling: dict[str, Any]) -> tuple[JobSpec, object]:
+        spec = JobSpec.model_validate({**own, "sampling": sampling})
+        known = task_of(spec)
+        arguments = adapter.engine_arguments(known, "m", "t", None)
+        return spec, (arguments, adapter.wants_late_mask(known), adapter.scored_ks(known))
+
+    spec, needs = of(first)
+    kept = set()
+    for name, value in [*others.items(), ("structured_outputs", None)]:
+        other, other_needs = of({**first, name: value})
+        if other.engine_needs == spec.engine_needs:
+            assert other_needs == needs, name
+            kept.add(name)
+    assert kept >= others.keys() - {"thinking_token_budget", "structured_outputs"}
 
 
 def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,23 @@ def test_the_loops_do_what_vllm_does(
     hold_against_vllm(made_of, words, monkeypatch, is_v2=is_v2, is_caching=is_caching)
 
 
+@pytest.mark.parametrize("is_caching", [False, True])
+def test_preemptions_are_counted_with_and_without_the_prefix_cache(is_caching: bool) -> None:
+    """vLLM counts them where its prefix cache is asked again, so without that cache it counts none."""
+    made = ours.scheduler(**arguments(14, 8, True, is_caching, MODEL_LEN) | {"log_stats": True})
+    driver = Driver(made, 50)
+    for number in range(6):
+        made.add_request(request(f"row {number}", [number] * 20, is_caching, max_tokens=40, ignore_eos=True))
+    counted = expected = 0
+    while made.requests or driver.flying:
+        expected += len(driver.schedule()["preempted"] or ())
+        stats = made.make_stats()
+        assert stats is not None and stats.prefix_cache_stats is not None
+        counted += stats.prefix_cache_stats.preempted_requests
+        driver.update()
+    assert counted == expected > 0
+
+
 WINDOW = SlidingWindowSpec(sliding_window=24, **SIZES)
 STATE = MambaSpec(block_size=MODEL_LEN, shapes=((1,),), dtypes=(torch.float32,))
 # Groups of cache, and the number of blocks with which requests are preempted.

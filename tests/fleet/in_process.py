@@ -86,6 +86,13 @@ class ThreadReplica:
     def send(self, command: Command) -> None:
         self._commands.put(command)
 
+    def renew(self, launch: Launch) -> float:
+        now = time.monotonic()
+        lifetime_s = now - self._started
+        self.incarnation, self._started = launch.incarnation, now
+        self.send(launch)
+        return lifetime_s
+
     def has_ended(self) -> bool:
         return (self._loses_host and self._is_lost) or not self._thread.is_alive()
 

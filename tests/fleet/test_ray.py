@@ -16,6 +16,7 @@ import ray_cluster
 from ray_cluster import TestCluster, spec_of
 
 import jobs
+from batchinf.manifest.lines import StartedReplica
 
 pytest.importorskip("ray")
 
@@ -126,6 +127,30 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     assert bystander.poll() is None, "a process group that no replica had was ended"
     bystander.kill()
     bystander.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["", "replica", "driver"])
+def test_engines_stay_up_for_an_attempt(victim: str, two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    """victim: killed when an engine is told to go on."""
+    marker, once, out = tmp_path / "held", tmp_path / "once", tmp_path / "out"
+    once.mkdir()
+    spec = spec_of(tmp_path, two_nodes, retry={"attempts": 2, "where": "row_index < 60"})
+    process = start(spec, f"replica.again=hold {marker}" if victim else "", BATCHINF_FAULTS_ONCE=str(once))
+    if victim:
+        replica = held_at(marker, process)
+        (process if victim == "driver" else replica).kill()
+        marker.unlink()
+    if victim == "driver":
+        process.wait()
+        process = start(spec)
+    finish(process)
+    rows = jobs.table_of(out).select(["row_index", "attempts"]).to_pylist()
+    assert {row["attempts"] >= 3 for row in rows if row["row_index"] < 60} == {True}
+    assert [retry.attempt for retry in jobs.state_of(out).retries.values()] == [1, 2]
+    assert jobs.state_of(out).of(StartedReplica) == []
+    groups = {event["identity"]["group"] for event in jobs.events_of(out, "replica_started")}
+    assert len(groups) == {"": 2, "replica": 3, "driver": 4}[victim]
 
 
 @pytest.mark.slow

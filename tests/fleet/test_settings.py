@@ -311,6 +311,40 @@ def test_a_task_that_generates_keeps_the_prefix_cache() -> None:
     assert "enable_prefix_caching" not in values(chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never))
 
 
+RECURRENT = Fit(
+    Needs(
+        Weights.of_total(64 * GIB),
+        kv_cache_of(SHAPES["qwen3.5-35b-a3b"], SHAPES["qwen3.5-35b-a3b"], "bfloat16", {}),
+        config=SHAPES["qwen3.5-35b-a3b"],
+    ),
+    140 * GIB,
+    "NVIDIA H200",
+    max_model_len=4096,
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "sections", "expected"),
+    [
+        (0.19, {}, False),
+        (0.2, {}, None),
+        (None, {}, None),
+        (never, {"engine": {"enable_prefix_caching": True}}, None),
+        (never, {"sampling": {"n": 2}}, None),
+        (never, {"sampling": {"n": {"column": "times"}}}, None),
+        (never, {"input": {"format": "openai"}}, None),
+    ],
+)
+def test_states_are_cached_only_where_prompts_begin_alike_or_rows_have_several_outputs(
+    share: Any, sections: dict[str, Any], expected: bool | None
+) -> None:
+    """vLLM's cache of states turns the scheduler's short loops off."""
+    spec = spec_of(**sections)
+    shared_share = share if callable(share) else lambda: share
+    chosen = values(chosen_arguments(spec, RECURRENT, task_of(spec), 1, shared_share=shared_share))
+    assert chosen.get("enable_prefix_caching") is expected
+
+
 @pytest.mark.parametrize("most", [1, 100, 2048, 5000, 16384, 32768])
 def test_graph_sizes_of_prompts_end_at_the_largest_step(most: int) -> None:
     sizes = prompt_graph_sizes(most)

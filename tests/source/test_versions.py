@@ -121,6 +121,34 @@ def test_renamed_files_are_the_same(input: Input) -> None:
         assert numbers_of(source) == [1, 2, 3, 4, 5]
 
 
+def test_a_file_that_was_renamed_and_appended_to_at_once_is_the_same(input: Input, tmp_path: pathlib.Path) -> None:
+    with (input.data / "b.jsonl").open("a") as file:
+        file.write(lines(8))
+    os.rename(input.data / "b.jsonl", input.data / "z.jsonl")
+    input.write(a=lines(9))
+    with pytest.raises(DriftError, match=r"1 file is new: a\.jsonl; 1 file is longer than before: z\.jsonl; use --ext"):
+        input.open()
+    assert numbers_of(input.open("ignore")) == [1, 2, 3, 4]
+    assert input.take() == [1, 2, 3, 4, 9, 8]
+    assert numbers_of(input.open()) == [1, 2, 3, 4, 9, 8]
+    # Of two files that begin with its rows, none is taken for it.
+    for name in ("x", "y"):
+        (input.data / f"{name}.jsonl").write_text((input.data / "d.jsonl").read_text() + lines(5))
+    (input.data / "d.jsonl").unlink()
+    with pytest.raises(DriftError, match=r"1 file is gone: d\.jsonl"):
+        input.open("take")
+
+
+def test_a_gone_file_is_not_taken_for_another_that_grew(input: Input) -> None:
+    input.write(d=lines(1, 2, 3, 4, 5))  # `b` had 1 and 2, `d` 3 and 4
+    (input.data / "b.jsonl").unlink()
+    with pytest.raises(DriftError, match=r"1 file is changed: d\.jsonl"):
+        input.open("take")
+    input.write(d=lines(3, 4), empty="")
+    with pytest.raises(DriftError, match=r"1 file is gone: b\.jsonl"):
+        input.open("take")
+
+
 def test_files_of_one_content_are_told_apart_by_their_number(input: Input) -> None:
     input.write(a=lines(1, 2), c=lines(1, 2))
     assert input.take() == [1, 2, 3, 4, 1, 2, 1, 2]

@@ -249,6 +249,14 @@ def test_an_empty_text_among_others_is_refused_with_what_to_do(texts):
     )
 
 
+@pytest.mark.parametrize(("name", "meant"), [("name", "repository"), ("path", "repository"), ("private", "public")])
+def test_a_hint_in_a_nested_section_is_of_that_section(name, meant):
+    told = refusal(
+        f"model: a/b\ninput: {{path: x}}\noutput: {{path: y, push_to_hub: {{repository: a/b, {name}: c}}}}\n"
+    )
+    assert f"output.push_to_hub.{name}: unknown field; did you mean {meant}? Allowed: repository, " in told
+
+
 def test_places_of_nested_fields_and_items():
     lines = refusal(
         "model:\n  name: a/b\n  revison: 1\noutput: {path: y}\n"

@@ -267,7 +267,7 @@ class VllmEngine:
         return len(self._live)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`. vLLM counts preemptions only if its prefix cache is on."""
+        """See `Engine.stats`. vLLM's own scheduler counts preemptions only if its prefix cache is on."""
         return self._stats.latest
 
     def close(self) -> None:

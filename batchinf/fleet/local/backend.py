@@ -100,6 +100,15 @@ class LocalReplica:
     def send(self, command: Command) -> None:
         self.channel.send(command)
 
+    def renew(self, launch: Launch) -> float:
+        now = time.monotonic()
+        lifetime_s = now - self.started
+        self.started = now
+        self.incarnation = launch.incarnation
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.send(launch)
+        return lifetime_s
+
     def has_ended(self) -> bool:
         """See `ReplicaHandle`. Processes that it started may still run."""
         return self.process.poll() is not None

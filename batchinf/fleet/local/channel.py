@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from batchinf.base.storage import adapter
-from batchinf.replica.messages import Command, Event, Launch
+from batchinf.replica.messages import Command, Event
 
 _PIECE_BYTES = 1 << 18
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Launch, *get_args(Command), *get_args(Event))}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
 
 
 class Channel:
@@ -30,7 +30,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Command | Event | Launch) -> None:
+    def send(self, message: Command | Event) -> None:
         """Send one message. A peer that is gone is no error here; `is_closed` and its process show it."""
         line = json.dumps({"kind": type(message).__name__, "body": asdict(message)}).encode() + b"\n"
         with self._lock:

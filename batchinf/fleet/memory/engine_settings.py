@@ -63,7 +63,7 @@ class EngineSettings:
         """The model on the devices."""
         self._lowered = dict(lowered or {})
         self._generation = 0
-        self._launched: dict[str, int] = {}
+        self._launched: dict[str, tuple[int, object]] = {}  # with what the sampling of its spec needs of an engine
         self._failed_starts: dict[int, int] = {}
 
     @property
@@ -84,13 +84,21 @@ class EngineSettings:
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
         """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
-        self._launched[incarnation] = self._generation
         spec = spec or self._spec
+        self._launched[incarnation] = self._generation, spec.engine_needs
         return spec.model_copy(update={"engine": {**spec.engine, **self.engine}}).model_dump_json()
+
+    def fits(self, incarnation: str, spec: JobSpec) -> bool:
+        """Whether the engine of an incarnation has the arguments that sampling of this spec needs."""
+        return incarnation in self._launched and self._launched[incarnation][1] == spec.engine_needs
+
+    def rename(self, before: str, incarnation: str) -> None:
+        """The engine of an incarnation goes on under another name."""
+        self._launched[incarnation] = self._launched.pop(before)
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
-        generation = self._launched.pop(incarnation, self._generation)
+        generation, _ = self._launched.pop(incarnation, (self._generation, None))
         words = f"out of memory: {cause.words}"
         advised = f"{words}; {_ADVICE[cause.kind]}"
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1

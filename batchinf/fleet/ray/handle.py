@@ -14,7 +14,7 @@ from batchinf.fleet.local.backend import read_log
 from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
 from batchinf.fleet.ray.cluster import Cluster, ray_cause
 from batchinf.replica.incarnation import last_words
-from batchinf.replica.messages import Command, Event, Failed, NoPlacement, StartPhase
+from batchinf.replica.messages import Command, Event, Failed, Launch, NoPlacement, StartPhase
 
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
@@ -112,6 +112,16 @@ class RayReplica:
     def send(self, command: Command) -> None:
         self._commands.append(command)
         self._give()
+
+    def renew(self, launch: Launch) -> float:
+        now = time.monotonic()
+        assert self._up_since is not None
+        lifetime_s = now - self._up_since
+        self._up_since = now
+        self._order = replace(self._order, launch=launch)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self.send(launch)
+        return lifetime_s
 
     def _give(self) -> None:
         """Hand the commands to the actor. One call at a time, so that they arrive in order."""

@@ -290,6 +290,13 @@ class HoldingMixin:
             self._forget(request_id)
         return ended
 
+    def _preempt_request(self, request: Any, *arguments: Any, **named: Any) -> None:
+        """See vLLM, which counts preemptions where its prefix cache is asked again: without that cache, never."""
+        super()._preempt_request(request, *arguments, **named)  # type: ignore[misc]
+        cache = self.kv_cache_manager
+        if not cache.enable_caching and cache.prefix_cache_stats is not None:
+            cache.prefix_cache_stats.preempted_requests += 1
+
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """See vLLM. Schedules the requests at the head of the batch that only decode, and gives vLLM the others.
 
