@@ -146,8 +146,8 @@ def test_another_jobs_folder_is_refused_in_one_line(done: Any, tmp_path: pathlib
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if "job" in line]
     assert line.startswith(f"error: {out} holds another job: task generate with {jobs.MODEL} over {jobs.prompts()}, ")
-    assert line.endswith("give this job another output.path, or run it with --fresh (in Python fresh=True), which "
-                         "keeps the old folder under another name")  # fmt: skip
+    assert line.endswith("give this job another output.path, or start a new job with --fresh (in Python fresh=True), "
+                         "which keeps the old folder under another name")  # fmt: skip
 
 
 def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:

@@ -290,7 +290,8 @@ class _History:
         it. Between these two the job, or slice, does not run, or runs without it.
         """
         if first is not None and second is not None and _epoch(first) == _epoch(second):
-            self._add_piece("down", start_s, stop_s)
+            # Between two attempts, an engine that stays up waits.
+            self._add_piece("idle" if first.get("state") == "waiting" else "down", start_s, stop_s)
             return
         ended_s = start_s
         if first is not None:

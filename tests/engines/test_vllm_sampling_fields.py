@@ -12,6 +12,7 @@ from conftest import MODEL
 from pydantic import ValidationError
 
 from batchinf.base.errors import RowFailed
+from batchinf.engines.protocol import EngineStats
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
@@ -73,6 +74,15 @@ def text(completion: Completion) -> str:
 def free(vllm_engine: "VllmEngine") -> list[list[int]]:
     """The greedy tokens without any of the fields."""
     return tokens(of_job(vllm_engine))
+
+
+def test_an_engine_goes_on_after_another_warm_up(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
+    """For a retry, an engine that is up is warmed up again. Its figures begin anew."""
+    spec = JobSpec(model={"name": str(MODEL)}, input={"path": "rows.jsonl"}, output={"path": "out"})
+    vllm_engine.warm_up(task_of(spec).warm_up_request())
+    assert vllm_engine.stats() == EngineStats()
+    assert vllm_engine.num_unfinished() == 0
+    assert tokens(of_job(vllm_engine)) == free
 
 
 def test_allowed_token_ids(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:

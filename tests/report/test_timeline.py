@@ -126,6 +126,22 @@ def test_a_pause_takes_no_time_and_a_death_does() -> None:
     assert rows == pytest.approx(5 + 9 + 2)
 
 
+def test_an_engine_that_stays_up_between_two_attempts_is_idle() -> None:
+    looks = [
+        look(0, sample(0, "000001.0001")),
+        look(10, sample(0, "000001.0001", "waiting", steps=5, num_running=4)),
+        look(20, sample(0, "000001.r000001.0002")),
+        look(30, sample(0, "000001.r000001.0002", "ended", steps=5, num_running=4)),
+    ]
+    found = timeline({"": (lambda: looks, ())})
+    assert found is not None
+    assert [(period.phase, period.start_s) for period in found.periods] == [
+        ("busy", 0.0),
+        ("idle", 10.0),
+        ("busy", 20.0),
+    ]
+
+
 def test_a_replica_is_not_down_between_a_stop_and_a_resume() -> None:
     looks = [
         look(0, sample(0, "000001.0001")),

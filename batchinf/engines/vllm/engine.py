@@ -221,6 +221,7 @@ class VllmEngine:
             while self._engine.has_unfinished_requests():
                 outputs += self._engine.step()
             self._engine.reset_prefix_cache()
+        self._stats.latest = EngineStats()  # without the rows before, if the engine stays up for a retry
         return outputs
 
     def add(self, request: Request) -> None:
