@@ -18,6 +18,7 @@ from batchinf.spec.job import JobSpec, fields, fingerprint
 from batchinf.spec.output import OutputSpec
 from batchinf.spec.retry import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS
 
+_SCRIPTED = "scripted."
 _MEANINGS = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
 
 
@@ -160,12 +161,19 @@ def drift_error(
         for name in sorted(before.keys() | current.keys())
         if before.get(name) != current.get(name)
     ]
+    if _has_scripted(before) and not _has_scripted(current):
+        lines = [line for line in lines if not line.startswith(f"  {_SCRIPTED}")]
+        lines.append("  scripted: the job has it, so its answers are invented; now it is left out")
     return DriftError(
         f"{holder} that began with other settings:\n"
         + "\n".join([*lines, *files])
         + "\nset these back to continue the job, or give the new job another output.path; or "
         + _beginning_anew(output)
     )
+
+
+def _has_scripted(identity: Mapping[str, Any]) -> bool:
+    return any(name.startswith(_SCRIPTED) for name in identity)
 
 
 def _shown(identity: Mapping[str, Any], name: str) -> str:
