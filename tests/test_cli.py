@@ -132,6 +132,19 @@ def test_drift_is_refused_with_a_diff_and_two_ways_out(field: str, value: str, w
     assert seen(out) == files
 
 
+def test_a_real_job_in_the_folder_of_a_scripted_one(done: Any) -> None:
+    spec, out, _ = done
+    files = seen(out)
+    text = yaml.safe_load(spec.read_text())
+    real = spec.with_name("real.yaml")
+    real.write_text(yaml.safe_dump({name: section for name, section in text.items() if name != "scripted"}))
+    drifted = jobs.run("run", real)
+    assert drifted.returncode == 2
+    [line] = [line for line in drifted.stderr.splitlines() if "scripted" in line]
+    assert line == "  scripted: the job has it, so its answers are invented; now it is left out"
+    assert seen(out) == files
+
+
 @pytest.mark.parametrize("has_other_task", [True, False])
 def test_another_jobs_folder_is_refused_in_one_line(done: Any, tmp_path: pathlib.Path, *, has_other_task: bool) -> None:
     _, out, _ = done
@@ -146,8 +159,8 @@ def test_another_jobs_folder_is_refused_in_one_line(done: Any, tmp_path: pathlib
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if "job" in line]
     assert line.startswith(f"error: {out} holds another job: task generate with {jobs.MODEL} over {jobs.prompts()}, ")
-    assert line.endswith("give this job another output.path, or run it with --fresh (in Python fresh=True), which "
-                         "keeps the old folder under another name")  # fmt: skip
+    assert line.endswith("give this job another output.path, or start a new job with --fresh (in Python fresh=True), "
+                         "which keeps the old folder under another name")  # fmt: skip
 
 
 def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:

@@ -52,7 +52,9 @@ def _init(
     encoding: Annotated[
         str | None, typer.Option(help="Of CSV files, such as cp1252. Default: UTF-8, or cp1252 if the bytes show it.")
     ] = None,
-    out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="The output: a folder, or s3://…; default: out/ and the spec's name.")
+    ] = None,
 ) -> None:
     """Write a short commented spec that fits your data."""
     from batchinf.commands.init.init import InitRequest, write_spec

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import uuid
@@ -14,6 +15,8 @@ from batchinf.base.paths import bucket_problem, check_is_here, is_bucket
 
 STDOUT = "-"
 _OPTION = "-o"
+# Without a key in the URL, which no message may show.
+_AT_THE_ROOT = re.compile(r"(s3|gs|az)://[\w.-]+/[\w.=+-]*", re.ASCII)
 
 
 def local_stem(path: str) -> str:
@@ -24,6 +27,10 @@ def local_stem(path: str) -> str:
 def check_target(path: str) -> None:
     """Raise UserError for a place to which no file can be written."""
     if is_bucket(path):
+        if _AT_THE_ROOT.fullmatch(path):
+            raise UserError(
+                f"{_OPTION}: got '{path}'; must be in a folder of the bucket: s3://bucket/folder/rows.jsonl"
+            )
         folder, _, name = path.rpartition("/")
         if (problem := bucket_problem(folder)) is not None or not name:
             got = problem or f"got '{path}', which names no file"

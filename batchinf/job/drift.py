@@ -15,8 +15,10 @@ from batchinf.manifest.state import State
 from batchinf.model.model import Model
 from batchinf.source.rows import NewRows
 from batchinf.spec.job import JobSpec, fields, fingerprint
+from batchinf.spec.output import OutputSpec
 from batchinf.spec.retry import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS
 
+_SCRIPTED = "scripted."
 _MEANINGS = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
 
 
@@ -31,7 +33,9 @@ def check_drift(
     if header.fingerprint == fingerprint(identity) and not files:
         return
     _refuse_other_job(job.folder, job.spec, job.model, header)
-    error = drift_error(f"{job.folder.root} holds a job", header.identity, identity, files=files)
+    output = job.spec.output
+    holder = f"{_place(job.folder, output)} holds a job"
+    error = drift_error(holder, header.identity, identity, files=files, output=output)
     if files or not _is_for_retry(header.identity, identity):
         raise error
     raise DriftError(
@@ -64,22 +68,36 @@ def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Heade
     is_other_model = model.fingerprint != header.identity["model"]
     if is_other_task or (is_other_model and spec.input.path != stored_spec["input"]["path"]):
         raise DriftError(
-            f"{folder.root} holds another job: task {stored_spec['task']} with {stored_spec['model']['name']} over "
-            f"{stored_spec['input']['path']}, begun {header.created_at}; give this job another output.path, or run it "
-            "with --fresh (in Python fresh=True), which keeps the old folder under another name"
+            f"{_place(folder, spec.output)} holds another job: task {stored_spec['task']} with "
+            f"{stored_spec['model']['name']} over {stored_spec['input']['path']}, begun {header.created_at}; "
+            f"give this job another output.path, or {_beginning_anew(spec.output)}"
         )
 
 
-def limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+def _place(folder: Folder, output: OutputSpec) -> str:
+    """Where the job is, for a message."""
+    return f"{output.path} (work folder {folder.root})" if output.is_bucket else str(folder.root)
+
+
+def _beginning_anew(output: OutputSpec | None) -> str:
+    """How to begin another job there: a bucket has no `--fresh`."""
+    if output is not None and output.is_bucket:
+        return "delete the objects there and the work folder first"
+    return "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
+
+
+def limit_as_begun(folder: Folder, spec: JobSpec, state: State, new: NewRows) -> int | None:
     """The limit in the job's identity. Raising the limit does not change the identity.
 
     Raises DriftError if the limit is lower, or higher without `--extend`.
     """
+    limit = spec.input.limit
     last = state.limit
     is_raised = last is not None and (limit is None or limit > last)
     if limit == last or (new == "take" and is_raised):
         return state.header.identity.get("input.limit")
-    error = drift_error(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    holder = f"{_place(folder, spec.output)} holds a job"
+    error = drift_error(holder, {"input.limit": last}, {"input.limit": limit}, output=spec.output)
     raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
 
 
@@ -126,22 +144,36 @@ def _identity_of_all(job: Job) -> dict[str, Any]:
 
 
 def drift_error(
-    holder: str, before: Mapping[str, Any] = {}, current: Mapping[str, Any] = {}, *, files: Sequence[str] = ()
+    holder: str,
+    before: Mapping[str, Any] = {},
+    current: Mapping[str, Any] = {},
+    *,
+    files: Sequence[str] = (),
+    output: OutputSpec | None = None,
 ) -> DriftError:
-    """The error for another job. holder: what holds the job, with this identity before. files: see `check_drift`."""
+    """The error for another job.
+
+    holder: what holds the job, with this identity before. files: see `check_drift`. output: where the job is, if that
+    may be a bucket.
+    """
     lines = [
         f"  {name}: the job has {_shown(before, name)}, now it is {_shown(current, name)}"
         for name in sorted(before.keys() | current.keys())
         if before.get(name) != current.get(name)
     ]
+    if _has_scripted(before) and not _has_scripted(current):
+        lines = [line for line in lines if not line.startswith(f"  {_SCRIPTED}")]
+        lines.append("  scripted: the job has it, so its answers are invented; now it is left out")
     return DriftError(
         f"{holder} that began with other settings:\n"
         + "\n".join([*lines, *files])
-        + (
-            "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
-            "--fresh (in Python fresh=True), which keeps the old folder under another name"
-        )
+        + "\nset these back to continue the job, or give the new job another output.path; or "
+        + _beginning_anew(output)
     )
+
+
+def _has_scripted(identity: Mapping[str, Any]) -> bool:
+    return any(name.startswith(_SCRIPTED) for name in identity)
 
 
 def _shown(identity: Mapping[str, Any], name: str) -> str:

@@ -96,7 +96,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         limit = None
         if state is not None:
             with refusing_other_job(folder, spec, model, state):
-                limit = limit_as_begun(folder, spec.input.limit, state, new)
+                limit = limit_as_begun(folder, spec, state, new)
         job = PreparedJob(
             file=file,
             spec=spec,

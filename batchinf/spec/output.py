@@ -31,7 +31,8 @@ _COPY_OUTPUT = (
 )
 
 
-def _place_problem(path: str) -> str | None:
+def output_problem(path: str) -> str | None:
+    """What is wrong with an output's path or URL; None if nothing is."""
     return bucket_problem(path) if is_bucket(path) else elsewhere(path, _COPY_OUTPUT)
 
 
@@ -62,7 +63,7 @@ class PushSpec(Section):
 class OutputSpec(Section):
     """The output folder, and the columns and the types that are stored."""
 
-    path: Annotated[Path, without(_place_problem), RUNTIME]
+    path: Annotated[Path, without(output_problem), RUNTIME]
     """The job's output folder, on this host or on a file system that it shares with others. Or a folder in a bucket,
     such as `s3://bucket/my-job`: see docs/how-to/rented-nodes.md."""
     work_dir: Annotated[Annotated[Path, on_this_host("give a folder here")] | None, RUNTIME] = None

@@ -333,6 +333,34 @@ def test_pictures_in_buckets_and_pairs_of_pictures(tmp_path: pathlib.Path) -> No
     assert message["content"] == [{"type": "image", "column": "path"}]
 
 
+def test_folders_of_pictures_are_kept_if_there_are_any(tmp_path: pathlib.Path) -> None:
+    path = written("generate", picture_files(tmp_path), tmp_path, model=VISION)
+    assert yaml.safe_load(path.read_text())["output"]["keep_columns"] == ["folder"]
+    path = written("generate", PICTURES, tmp_path, model=VISION)
+    assert "keep_columns" not in yaml.safe_load(path.read_text())["output"]
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/job", "hf://buckets/user/bucket/job"])
+def test_an_output_in_a_bucket(out: str, tmp_path: pathlib.Path) -> None:
+    done = jobs.run("init", tmp_path / "job.yaml", "--for", "generate", "--data", QUESTIONS, "--model", jobs.MODEL,
+                    "--out", out)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["output"]["path"] == out
+    batchinf.validate(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [("s3://bucket", "must be a folder in a bucket, such as s3://bucket/my-job"),
+     ("https://host/job", "give a folder here, such as out/my-job, or a bucket")],
+)  # fmt: skip
+def test_places_that_no_output_can_have(out: str, words: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=r"^--out: got ") as raised:
+        said("generate", QUESTIONS, tmp_path / "job.yaml", out=out)
+    assert words in str(raised.value)
+    assert not (tmp_path / "job.yaml").exists()
+
+
 def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
     pictures = picture_files(tmp_path)
     for purpose in ("label", "score", "embed"):

@@ -80,6 +80,11 @@ def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Pat
     assert len(planned(str(jobs.MODEL))["gpus"]) > 12
 
 
+def test_a_config_of_the_working_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(jobs.MODEL)
+    assert make_plan("config.json", (), PlanOptions(gpus=("h200",))).model.name == str(jobs.MODEL)
+
+
 def test_rows_that_are_not_there_yet(tmp_path: pathlib.Path) -> None:
     path = str(jobs.spec_of(tmp_path))
     arguments = (path, "--gpu", "h200", "--rows", "1000000")
@@ -249,6 +254,7 @@ def test_a_gated_model_and_a_hub_that_does_not_answer(
     assert raised.value.exit_code == 2
     assert str(raised.value).startswith("model.name: ") and words in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith("; or give a config.json: `plan` needs no other file of the model")
 
 
 def test_a_config_without_heads_is_one_line(tmp_path: pathlib.Path) -> None:

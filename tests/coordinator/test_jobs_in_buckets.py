@@ -491,6 +491,28 @@ def test_fresh_is_refused(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not store.seen and not (tmp_path / "work").exists()
 
 
+def test_another_job_says_how_to_begin_it_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url, parallel={"data_parallel_size": 1})
+    (tmp_path / "other").mkdir()
+    output = {"work_dir": str(tmp_path / "work")}
+    other_task = stores.spec_of(tmp_path / "other", url, output=output, task="embed", sampling=None)
+    jobs.finish(spec, **store.environment)
+    remedy = "give %s job another output.path%s or delete the objects there and the work folder first"
+    place = f"error: {url} (work folder {tmp_path / 'work'}) holds "
+    another = ("--set", "sampling.max_tokens=3")
+    for change in (another, ("--set", "input.limit=9")):
+        refused = jobs.run("run", spec, *change, **store.environment)
+        assert refused.returncode == 2 and place in refused.stderr, refused.stderr
+        assert remedy % ("the new", ";") in refused.stderr and "--fresh" not in refused.stderr
+    refused = jobs.run("run", other_task, **store.environment)
+    assert refused.returncode == 2 and f"{place}another job: " in refused.stderr, refused.stderr
+    assert remedy % ("this", ",") in refused.stderr and "--fresh" not in refused.stderr
+    stores.file_system().delete_dir(url.removeprefix("s3://"))
+    stores.lose_host(tmp_path)
+    jobs.finish(spec, *another, **store.environment)
+    assert max(len(row["token_ids"]) for row in stores.rows(url)) == 3
+
+
 REFUSALS = [
     ("403", "check that the key is right"),
     ("400 ExpiredToken", "check that the key is right, has not expired"),

@@ -94,7 +94,7 @@ def test_after_a_failure_no_object_is_there(out: pathlib.Path, folder: str, stor
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("s3://jobs/rows.jsonl", "the file is in a folder of the bucket"),
+        ("s3://jobs/rows.jsonl", "got 's3://jobs/rows.jsonl'; must be in a folder of the bucket: s3://bucket/folder/"),
         ("s3://key@jobs/a/rows.jsonl", "with a key, a query or a fragment in it"),
         ("s3://jobs/a/", "which names no file"),
         ("ssh://host/rows.jsonl", "give a path here, or the URL of a bucket; `curl"),

@@ -18,7 +18,7 @@ from batchinf.commands.init.images import ImageColumns, as_list, find_images, is
 from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files
 from batchinf.source.formats.csv import Csv, seems_cp1252
-from batchinf.source.formats.images import NUM_BYTES, Images
+from batchinf.source.formats.images import FOLDER, NUM_BYTES, Images
 from batchinf.source.formats.lines import OpenAIBatch, TextLines
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
@@ -213,7 +213,8 @@ class _FirstRows:
     def short(self) -> list[str]:
         """Columns whose values are short enough to copy them to the output."""
         long = {*self.lists(), *(name for name, type in self.types.items() if _has_bytes(type))}
-        names = _without(list(self.types), [*long, NUM_BYTES])
+        flat = [name for name in (FOLDER,) if name in self.types and not any(self.values[name])]
+        names = _without(list(self.types), [*long, NUM_BYTES, *flat])
         return [name for name in names if self.mean_length(name) <= _MOST_KEPT_CHARS]
 
     def _are_mostly(self, kind: type, name: str) -> bool:

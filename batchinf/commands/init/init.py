@@ -20,6 +20,7 @@ from batchinf.model.files import check_name
 from batchinf.model.model import resolve
 from batchinf.prompts.templates import column_call
 from batchinf.spec.job import ModelSpec
+from batchinf.spec.output import output_problem
 from batchinf.tasks.purposes import PURPOSES, Purpose
 
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
@@ -85,7 +86,7 @@ def write_spec(request: InitRequest) -> list[str]:
 
 
 def _check(request: InitRequest) -> None:
-    """Raise UserError for an unknown purpose, and for labels that it cannot use."""
+    """Raise UserError for an unknown purpose, labels that it cannot use, and a place that no output can have."""
     if request.purpose not in PURPOSES:
         raise UserError(f"--for: got {request.purpose!r}; must be one of {', '.join(PURPOSES)}")
     if request.labels and not PURPOSES[request.purpose].takes_labels:
@@ -93,6 +94,8 @@ def _check(request: InitRequest) -> None:
     if len(set(request.labels)) < len(request.labels):
         twice = dict.fromkeys(label for label in request.labels if request.labels.count(label) > 1)
         raise UserError(f"--labels: got {list_names(map(repr, twice))} more than once; give each label once")
+    if request.out is not None and (problem := output_problem(request.out)) is not None:
+        raise UserError(f"--out: {problem}")
 
 
 def has_chat_template(model: str) -> bool | None:

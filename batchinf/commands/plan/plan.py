@@ -42,7 +42,7 @@ from batchinf.planning.throughput import Workload
 from batchinf.prompts.checks import check_prompts
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import JobSpec, ModelSpec
 from batchinf.tasks.registry import task_of
 
 _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
@@ -100,7 +100,7 @@ def make_plan(
     with say_if_slow(f"reading {file.spec.input.path} and counting the tokens of its prompts"):
         job, work = _job(file, asked, notes) if is_job else (None, None)
     with say_if_slow(f"reading the config of {file.spec.model.name}"):
-        model = resolve(file.spec.model)
+        model = _resolved(file.spec.model, is_job=is_job)
     with naming_lines(file):
         check_heads(file.spec, model)
     if is_job and job is None:
@@ -143,6 +143,16 @@ def make_plan(
         choice=_choice(plans),
         advice=advice,
     )
+
+
+def _resolved(spec: ModelSpec, *, is_job: bool) -> Model:
+    """The model. The error for an id says that the config of the model is enough for a plan."""
+    try:
+        return resolve(spec)
+    except ModelError as error:
+        if is_job or os.path.isdir(spec.name):
+            raise
+        raise ModelError(f"{error}; or give a config.json: `plan` needs no other file of the model") from error
 
 
 @contextlib.contextmanager
@@ -331,7 +341,7 @@ def _spec_of(target: SpecSource, overrides: Overrides) -> tuple[SpecFile, bool]:
     """The spec of a job, or one that is made for a model. Whether it is a job's."""
     if not isinstance(target, str | os.PathLike) or (name := os.fspath(target)).endswith((".yaml", ".yml")):
         return read_spec(target, overrides), True
-    name = os.path.dirname(name) or "." if os.path.basename(name) == "config.json" else name
+    name = os.path.dirname(name) or os.getcwd() if os.path.basename(name) == "config.json" else name
     spec = {"model": {"name": name}, "input": {"path": "rows.jsonl"}, "output": {"path": "out"}}
     return read_spec(spec, overrides), False
 
