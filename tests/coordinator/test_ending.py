@@ -128,8 +128,8 @@ def test_a_stop_says_what_is_kept(
     first, kept, again, left = str(raised.value).splitlines()
     out, state = tmp_path / "out", jobs.state_of(tmp_path / "out")
     assert first == "stopped on request"
-    pattern = r"  kept: (\d+) of 240 output rows: (\d+) in (\d+) parts?, and (\d+) finished requests? in the journal"
-    found = re.fullmatch(pattern, kept)
+    in_parts = rf"  kept: (\d+) of {jobs.num_fewer} output rows: (\d+) in (\d+) parts?"
+    found = re.fullmatch(in_parts + r", and (\d+) finished requests? in the journal", kept)
     assert found is not None, kept
     num_all, num_rows, num_parts, num_kept = map(int, found.groups())
     assert (num_rows, num_parts) == (state.counts.num_rows, len(list((out / "parts").glob("*.parquet"))))
@@ -142,7 +142,7 @@ def test_a_stop_says_what_is_kept(
         assert re.fullmatch(r"  runs again: [1-9] requests? .*; drain_timeout_s leaves them 0 s: a larger .*", again)
     else:
         assert again == "  runs again: nothing; no request was cut off"
-    assert left == f"  still to run: {jobs.NUM_FEWER - before:,} output rows"
+    assert left == f"  still to run: {jobs.num_fewer - before:,} output rows"
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
     assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())
