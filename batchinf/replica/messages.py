@@ -197,9 +197,9 @@ class LeaseDone:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """These leases were given back, untouched."""
+    """These leases were given back, untouched: they become pending again."""
 
-    leases: tuple[Key, ...]
+    leases: tuple[Lease, ...]
 
 
 @dataclass(frozen=True, slots=True)
