@@ -90,7 +90,7 @@ class Writer(threading.Thread):
         self.errors = Counter[str]()
         """Those of `num_rows` that failed, by the error's type."""
         self.num_answered = 0
-        """Rows that the engine finished without an error."""
+        """Rows that the engine finished, also those whose answers are errors."""
         self.num_requests = 0
         """Requests that the engine finished."""
         self.error: BaseException | None = None
