@@ -191,9 +191,9 @@ class Replicas:
                 replica.leases.extend(leases)
                 self._run(replica)
             case Revoke(asked):
-                back = tuple(lease.key for lease in replica.leases if lease.key in asked)
-                self._moved.update(back)
-                replica.leases = collections.deque(it for it in replica.leases if it.key not in back)
+                back = tuple(lease for lease in replica.leases if lease.key in asked)
+                self._moved.update(lease.key for lease in back)
+                replica.leases = collections.deque(lease for lease in replica.leases if lease.key not in asked)
                 replica.channel.send(Revoked(back))
             case Stop():
                 replica.channel.send(Stopped())

@@ -2,7 +2,9 @@
 
 import atexit
 import contextlib
+import functools
 import gc
+import json
 import os
 import re
 import signal
@@ -11,7 +13,7 @@ import sys
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import stores
@@ -55,12 +57,30 @@ atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
 from batchinf.base.stop_signals import STOP_SIGNALS  # noqa: E402
+from batchinf.model import parameters  # noqa: E402
 from batchinf.source import ranges  # noqa: E402
 
 # Importing this adds the tasks to the spec, for tests that import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
 
 _is_frozen: list[bool] = []
+
+_counted = parameters._counted
+
+
+@functools.cache
+def _counted_before(question: str) -> parameters.Described:
+    return _counted(**json.loads(question))
+
+
+def _counted_once(config: Any, trust_remote_code: bool, folder: str | None) -> parameters.Described:
+    """Build a model with transformers once for all tests of its size: 0.1 s each. A model's own code may change."""
+    if trust_remote_code:
+        return _counted(config, trust_remote_code, folder)
+    return _counted_before(json.dumps({"config": config, "trust_remote_code": False, "folder": None}))
+
+
+parameters._counted = _counted_once
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
 LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_pages test_jobs_in_buckets
@@ -166,8 +186,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files. The order within a file stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the files. The order within a file stays. A run of quick tests has the fewest rows."""
+    if "not slow" in config.option.markexpr:
+        jobs.num_fewer = jobs.FEWEST
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

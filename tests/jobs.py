@@ -36,15 +36,16 @@ from batchinf.manifest.state import State, read_state
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
-NUM_FEWER = 240
+FEWEST = 160
 SHARED_FOLDER = "TESTS_SHARED_FOLDER"  # a variable
 
 # Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
 # test; the model of the job does not.
 may_fork = False
-# Whether jobs have NUM_FEWER rows instead of 657, in a third of the time. conftest.py sets it for each test that is not
-# marked `all_rows`; the model of the job does not.
+# Whether jobs have `num_fewer` rows instead of 657. conftest.py sets it for each test without the mark `all_rows`; the
+# model of the job does not. A run of quick tests has FEWEST.
 has_fewer_rows = False
+num_fewer = 240
 fork_servers: list[ForkServer] = []
 # The latest processes of `start`. conftest.py kills those of a test that fails.
 started: collections.deque[subprocess.Popen[str]] = collections.deque(maxlen=50)
@@ -56,14 +57,14 @@ SET_BY_LIBRARIES = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH", "LD_PRELOAD", 
 
 def prompts() -> pathlib.Path:
     """The sample prompts, or the first of them."""
-    return _fewer_prompts() if has_fewer_rows else PROMPTS
+    return _fewer_prompts(num_fewer) if has_fewer_rows else PROMPTS
 
 
 @functools.cache
-def _fewer_prompts() -> pathlib.Path:
+def _fewer_prompts(num_rows: int) -> pathlib.Path:
     lines = PROMPTS.read_bytes().splitlines(keepends=True)
     with tempfile.NamedTemporaryFile(prefix="prompts-", suffix=".jsonl", delete=False) as file:
-        file.writelines(lines[:NUM_FEWER])
+        file.writelines(lines[:num_rows])
     path = pathlib.Path(file.name)
     atexit.register(path.unlink, missing_ok=True)
     return path
@@ -252,7 +253,7 @@ def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
 
 def unhurt(sampling: str = "{}") -> tuple[dict[str, Any], ...]:
     """The rows of an uninterrupted job. sampling: changed fields, as JSON."""
-    return _unhurt(sampling, NUM_FEWER if has_fewer_rows else 500)
+    return _unhurt(sampling, num_fewer if has_fewer_rows else 500)
 
 
 @functools.cache

@@ -44,15 +44,15 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], batc
 
 def test_a_job_of_another_thread_is_done(done: Any) -> None:
     given, summary, seen = done
-    assert (summary.num_rows, summary.num_errors, summary.was_done) == (jobs.NUM_FEWER, 0, False)
+    assert (summary.num_rows, summary.num_errors, summary.was_done) == (jobs.num_fewer, 0, False)
     assert seen[-1].state == "done"
-    assert seen[-1].num_rows_done == jobs.NUM_FEWER
-    assert summary.results.table().num_rows == jobs.NUM_FEWER
+    assert seen[-1].num_rows_done == jobs.num_fewer
+    assert summary.results.table().num_rows == jobs.num_fewer
     assert batchinf.status(given["output"]["path"]).jobs[0].activity == "done"
-    assert str(summary).startswith("done: 240 output rows")
+    assert str(summary).startswith(f"done: {jobs.num_fewer} output rows")
     state = str(batchinf.status(given["output"]["path"])).splitlines()
     assert state[0] == f"{given['output']['path']}: done"
-    assert state[2].startswith("committed: 240 of 240 output rows")
+    assert state[2].startswith(f"committed: {jobs.num_fewer} of {jobs.num_fewer} output rows")
 
 
 def test_calls_leave_no_open_file(done: Any) -> None:
@@ -212,4 +212,4 @@ def test_ctrl_c_stops_the_job_and_the_program_goes_on(tmp_path: pathlib.Path) ->
     restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     ended = subprocess.run(run, env=environment, capture_output=True, text=True, check=False, preexec_fn=restore)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["stopped on SIGINT", "mine", "240", "a program's own again"]
+    assert ended.stdout.splitlines() == ["stopped on SIGINT", "mine", str(jobs.num_fewer), "a program's own again"]

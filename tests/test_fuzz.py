@@ -37,7 +37,7 @@ FOOTER = (
     "GRwmABwVDBklBgAZGAZwcm9tcHQVABYCFlAWUCYIPDYAKAFhGAFhEREAGRwVABUAFQIAPBYCGQYZJgACAAAAFlAWAiYIFlAAKCBwYXJxdWV0LWNw"
     "cC1hcnJvdyB2ZXJzaW9uIDI2LjAuMRkcHAAAAJgAAABQQVIx"
 )
-CASES = int(os.environ.get("CASES", "600"))
+CASES = int(os.environ.get("CASES", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SHARES = fuzz.shares(list(fuzz.TARGETS), CASES)
 

@@ -7,8 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import batchinf
 
 PACKAGE = Path(batchinf.__file__).parent
@@ -72,12 +70,10 @@ def test_imports_are_as_the_contracts_say() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_says_what_it_owns_and_is_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    num_lines = text.count("\n")
-    assert ast.get_docstring(ast.parse(text)), "no module docstring"
-    assert num_lines <= MAX_LINES
+def test_each_file_says_what_it_owns_and_is_short() -> None:
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert [name for name, text in texts.items() if text.count("\n") > MAX_LINES] == []
+    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
 
 
 def test_version_is_the_same_in_both_places() -> None:

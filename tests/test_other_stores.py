@@ -43,8 +43,8 @@ def url(store: dict[str, str]) -> str:
 def rows(url: str) -> list[dict[str, Any]]:
     """What a reader finds, which must be what the commits name."""
     bucket = Bucket(url)
-    names = [listed.name for listed in bucket.list("parts")]
-    commits = [bucket.get(f"commits/{listed.name}") for listed in bucket.list("commits") if listed.name.isdecimal()]
+    names = [*bucket.sizes("parts")]
+    commits = [bucket.get(f"commits/{name}") for name in bucket.sizes("commits") if name.isdecimal()]
     lines = [json.loads(line) for found in commits if found is not None for line in found.data.splitlines()]
     assert {*names} == {f"part-{line['shard']:06d}.parquet" for line in lines if line["kind"] == "part"}
     tables = []
@@ -71,10 +71,10 @@ def test_conditions_of_one_object(url: str, store: dict[str, str], tmp_path: pat
     assert bucket.download("a", tmp_path / "copy") and (tmp_path / "copy").read_bytes() == b"content"
     bucket.put("b/2", b"22")
     bucket.put("b/1", b"1")
-    assert [(listed.name, listed.num_bytes) for listed in bucket.list("b")] == [("1", 1), ("2", 2)]
-    assert [listed.name for listed in bucket.list("b", after="1")] == ["2"]
+    assert [*bucket.sizes("b").items()] == [("1", 1), ("2", 2)]
+    assert [*bucket.sizes("b", after="1")] == ["2"]
     bucket.delete(["a", "b/1", "b/1"])
-    assert bucket.get("a") is None and [listed.name for listed in bucket.list("b")] == ["2"]
+    assert bucket.get("a") is None and [*bucket.sizes("b")] == ["2"]
 
 
 def test_a_counter_of_eight_threads(url: str, store: dict[str, str]) -> None:

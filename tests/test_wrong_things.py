@@ -402,8 +402,8 @@ WRONG = [
           "pandas: read_excel(NAME).to_parquet('rows.parquet')",
           files={"rows.xls": "x"}),
     Wrong("unknown format", {"input": {"format": "xls"}},
-          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, openai, parquet, csv, text, arrow, "
-          "images, hf"),
+          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, parquet, csv, text, arrow, images, "
+          "openai, hf"),
     Wrong("no rows", {},
           "rows.jsonl has no rows; give an input with at least one", rows=()),
     # Rows to look at

@@ -73,14 +73,6 @@ class Object:
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """An object in a listing."""
-
-    name: str
-    num_bytes: int
-
-
 class ObjectTooLargeError(Exception):
     """An object has more bytes than the caller takes."""
 
@@ -235,15 +227,15 @@ class Bucket:
         self._try(lambda: self._obstore.copy(self._writes, name, to), name, is_large=True)
         self.delete([name])
 
-    def list(self, folder: str, after: str = "") -> list[Listed]:
-        """The objects in a folder, sorted by name. after: only those whose names come later."""
+    def sizes(self, folder: str, after: str = "") -> dict[str, int]:
+        """The bytes of each object in a folder by its name, sorted. after: only those whose names come later."""
 
-        def attempt() -> list[Listed]:
+        def attempt() -> dict[str, int]:
             pages = self._obstore.list(self._reads, prefix=folder)
             metas = [meta for page in pages for meta in page]
             # Some stores do not sort, and some do not know where to begin.
-            listed = (Listed(meta["path"].removeprefix(f"{folder}/"), meta["size"]) for meta in metas)
-            return sorted((each for each in listed if each.name > after), key=lambda each: each.name)
+            sizes = {meta["path"].removeprefix(f"{folder}/"): meta["size"] for meta in metas}
+            return {name: sizes[name] for name in sorted(sizes) if name > after}
 
         return self._try(attempt, f"{folder}/")
 

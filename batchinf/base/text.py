@@ -11,7 +11,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TextIO, TypeVar
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 _SHOWN_NAMES = 20
 _FEW_NAMES = 10
@@ -208,16 +209,15 @@ COMPARED_CHARS = 400
 _SHOWN_OF_A_TYPE = 3
 
 
-class _ErrorGroup(Protocol):
-    """Error rows of one type and one reason."""
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Error rows of one type and one reason, and the first of them."""
 
-    @property
-    def error_type(self) -> str: ...
-    @property
-    def num_rows(self) -> int: ...
-
-
-_Group = TypeVar("_Group", bound=_ErrorGroup)
+    error_type: str
+    num_rows: int
+    first_row: int
+    """Its position in the input."""
+    first_message: str
 
 
 def without_numbers(message: str) -> str:
@@ -225,11 +225,11 @@ def without_numbers(message: str) -> str:
     return re.sub(VARYING, "#", message[:COMPARED_CHARS])
 
 
-def most_frequent(groups: Iterable[_Group]) -> tuple[list[_Group], list[str]]:
+def most_frequent(groups: Iterable[ErrorGroup]) -> tuple[list[ErrorGroup], list[str]]:
     """At most three groups of each type, the most frequent first; then a line for each type with the rest."""
     num_groups = Counter[str]()
     num_rows = Counter[str]()  # of the groups that are not shown
-    shown: list[_Group] = []
+    shown: list[ErrorGroup] = []
     for group in sorted(groups, key=lambda group: -group.num_rows):
         num_groups[group.error_type] += 1
         if num_groups[group.error_type] <= _SHOWN_OF_A_TYPE:

@@ -92,13 +92,13 @@ class _BucketCheck(FilesCheck):
                 self.state = state
 
     def part_names(self) -> Sequence[str]:
-        return [listed.name for listed in self._bucket.list("parts")]
+        return [*self._bucket.sizes("parts")]
 
     def move_aside(self, name: str) -> str | None:
         assert self._lock is not None
         if not self._bucket.has(name):
             return None
-        taken = {listed.name for listed in self._bucket.list(DAMAGED)}
+        taken = self._bucket.sizes(DAMAGED)
         moved_to = f"{DAMAGED}/{free_name(name.rpartition('/')[2], taken.__contains__)}"
         self._lock.check()
         self._bucket.move(name, moved_to)
@@ -109,14 +109,14 @@ class _BucketCheck(FilesCheck):
 
     def other_findings(self) -> Iterator[CheckFinding]:
         """In the journal, whose segments are taken out of their bundles, as the next run does."""
-        bundles = (self._bucket.get(f"journal/{listed.name}") for listed in self._bucket.list("journal"))
+        bundles = (self._bucket.get(f"journal/{name}") for name in self._bucket.sizes("journal"))
         pieces = (piece for found in bundles if found is not None for piece in unbundled(found.data))
         for name, data in whole_segments(pieces):
             self.files.write_atomic(f"journal/{name}", data, durable=False)
         return check_journal(self.files, self.state)
 
     def flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:
-        self._sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
+        self._sizes = self._bucket.sizes("parts")
         if self.is_deep:
             whole = [shard for shard in shards if self._size_flaw(shard) is None]
             say_if_large(self._bucket.url, [self.state.parts[shard] for shard in whole])

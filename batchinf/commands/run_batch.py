@@ -22,7 +22,7 @@ from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.images import Placeholders
 from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, url_of
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import OPENAI
 from batchinf.spec.images import ImageSettings
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, JobSpec
 from batchinf.tasks.registry import task_of_url
@@ -86,7 +86,7 @@ def batch_run(
     input_file = kept_input(input_file, f"{stem}.input.jsonl")
     spec: dict[str, Any] = {
         "model": {"name": model},
-        "input": {"path": input_file, "format": OpenAIBatch.name},
+        "input": {"path": input_file, "format": OPENAI},
         "sampling": {},
         "engine": {},
         "output": {"path": folder},

@@ -16,7 +16,7 @@ from batchinf.job.drift import drift_error
 from batchinf.job.job import Job
 from batchinf.manifest.lines import ModelFiles
 from batchinf.manifest.log import Manifest
-from batchinf.model.content import Contents
+from batchinf.model.content import Contents, check_unchanged
 from batchinf.replica.messages import Identified
 
 
@@ -45,7 +45,7 @@ class ContentGate:
 
     def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
-        self.contents.unchanged.check()
+        check_unchanged(self.contents.stamps)
         if self.is_open:
             fleet.send(replica, Identified())
         elif not self._has_said:

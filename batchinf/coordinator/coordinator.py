@@ -27,10 +27,10 @@ from batchinf.base.text import counted, list_names
 from batchinf.coordinator.epoch import Epoch
 from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
-from batchinf.fleet.devices import Platforms
+from batchinf.fleet.devices import platform_warning
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
-from batchinf.fleet.replica import Action, FleetReplica, LeasesGivenBack
+from batchinf.fleet.replica import Action, FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
@@ -41,7 +41,17 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import drop, num_results
 from batchinf.output.replace import check_replaced, rows_of_other_images
 from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, LeaseBegun, LeaseDone, NoPlacement, Ready, Stop, Stopped, Tried
+from batchinf.replica.messages import (
+    DISK_ERROR,
+    LeaseBegun,
+    LeaseDone,
+    NoPlacement,
+    Ready,
+    Revoked,
+    Stop,
+    Stopped,
+    Tried,
+)
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
 
@@ -105,7 +115,7 @@ class Coordinator:
         )
         self._num_shards = total_shards(self.state.extents)
         self._num_shards_before = self.count.num_committed_shards
-        self._platforms = Platforms(self.state, spec.same_device)
+        self._platforms = {platform.key: platform for platform in self.state.of(Platform)}
         self._rates = Rates()
         self._is_measuring = False
         self._replicas_ended_at = 0.0
@@ -284,7 +294,7 @@ class Coordinator:
                 case LeaseDone(part=Part() as part):
                     self.count.add_lease(action)
                     made.append(part)
-                case LeasesGivenBack(leases):
+                case Revoked(leases):
                     self._assignment.take_back(leases)
                 case LeaseBegun():
                     self._note_begun(action)
@@ -377,8 +387,11 @@ class Coordinator:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
         engine = event.engine
         platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.launcher.epoch)
-        if (warning := self._platforms.admit(replica.number, platform)) is not None:
+        same_device = self.job.spec.same_device
+        warning = platform_warning(replica.number, platform, self._platforms, same_device=same_device)
+        if warning is not None:
             self._display.say(warning)
+        self._platforms[platform.key] = platform
         self._manifest.record(platform)
         self._manifest.event(
             "ready",

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from batchinf.base.text import duration, plain, short_count, terminal_width, utc_now, wrapped
+from batchinf.base.text import counted, duration, plain, short_count, terminal_width, utc_now, wrapped
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
@@ -174,7 +174,7 @@ def fit(figures: Sequence[Figure], width: int | None = None, separator: str = _S
 def status_line(status: JobStatus) -> str:
     """One line: rows, time left, requests in flight, rates, errors, replicas."""
     if status.state == "done":
-        return fit([(f"{status.num_rows_done:,} output rows",), _errors(status), _waited(status)])
+        return fit([(counted(status.num_rows_done, "output row"),), _errors(status), _waited(status)])
     return fit([*beside_bar(status), *figures(status)])
 
 

@@ -13,7 +13,16 @@ from batchinf.base.errors import BatchinfError, ErrorRateExceeded, OutputError, 
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken, time_text, without_numbers
+from batchinf.base.text import (
+    ErrorGroup,
+    clip,
+    counted,
+    most_frequent,
+    size_text,
+    time_taken,
+    time_text,
+    without_numbers,
+)
 from batchinf.coordinator.bad_files import bad_file_lines
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.input_job import image_folder
@@ -43,18 +52,6 @@ _DONE_CHARS = 200
 _ENDED_CHARS = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Error rows of one type and one reason."""
-
-    error_type: str
-    error_message: str
-    """The message of the first of these rows."""
-    row_index: int
-    """The position of the first of these rows."""
-    num_rows: int
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
     """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines."""
@@ -81,7 +78,7 @@ class Summary:
     """Whether nothing was left to run."""
     speed: Speed | None = None
     """Speed of this run; None if no engine worked."""
-    errors: tuple[Failure, ...] = ()
+    errors: tuple[ErrorGroup, ...] = ()
     """Each reason of each error type, with its first row, the most frequent first."""
     image_folder: str | None = None
     """In which relative paths of images begin, if the image of a path was not found."""
@@ -125,20 +122,20 @@ class Summary:
         return f"{self.device_s / 3600:.3f} GPU-hours ({time_taken(self.device_s)})"
 
 
-def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
+def _error_lines(errors: Sequence[ErrorGroup], num_errors: int) -> Iterator[str]:
     num_counted = sum(failure.num_rows for failure in errors)
     if num_counted < num_errors:
         yield f"of the first {num_counted:,} error rows:"
     shown, rest = most_frequent(errors)
     for failure in shown:
-        words = clip(failure.error_message, _DONE_CHARS)
-        yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
+        words = clip(failure.first_message, _DONE_CHARS)
+        yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.first_row})"
     yield from rest
 
 
-def _image_folder(where: InputSpec, errors: Sequence[Failure]) -> str | None:
+def _image_folder(where: InputSpec, errors: Sequence[ErrorGroup]) -> str | None:
     """See `Summary.image_folder`."""
-    not_found = [error.error_message for error in errors if error.error_type == "image_not_found"]
+    not_found = [error.first_message for error in errors if error.error_type == "image_not_found"]
     return image_folder(where) if any("://" not in message for message in not_found) else None
 
 
@@ -237,16 +234,16 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
 
 def commonest(
     folder: Folder, state: State, stored: journal.Journal | None = None, most: int | None = _SHOWN
-) -> list[Failure]:
+) -> list[ErrorGroup]:
     """The `most` most frequent failures among the first 10,000 error rows in parts and journal; None: all of them."""
-    failures: dict[tuple[str, str], Failure] = {}
+    failures: dict[tuple[str, str], ErrorGroup] = {}
     num_looked_at = 0
     with contextlib.closing(_error_tables(folder, state, stored)) as tables:
         for table in tables:
             for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
                 message = row["error_message"] or ""
                 key = row["error_type"], without_numbers(message)
-                failure = failures.get(key) or Failure(row["error_type"], message, row["row_index"], 0)
+                failure = failures.get(key) or ErrorGroup(row["error_type"], 0, row["row_index"], message)
                 failures[key] = replace(failure, num_rows=failure.num_rows + 1)
             num_looked_at += table.num_rows
             if num_looked_at >= _MOST_ROWS:
@@ -267,14 +264,14 @@ def _error_tables(folder: Folder, state: State, stored: journal.Journal | None) 
                 yield error_rows(table.select(_COLUMNS))
 
 
-def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[str]:
+def failure_lines(failures: Sequence[ErrorGroup], prompts: Sequence[str]) -> list[str]:
     """The failures as lines. prompts: one for each failure, or none."""
     lines = ["the commonest errors:"] if failures else []
     for place, failure in enumerate(failures):
-        words = clip(failure.error_message, _ENDED_CHARS)
+        words = clip(failure.first_message, _ENDED_CHARS)
         lines.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
         if prompts:
-            lines.append(f"      row {failure.row_index}: {prompts[place]}")
+            lines.append(f"      row {failure.first_row}: {prompts[place]}")
     return lines
 
 
@@ -291,12 +288,12 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     ]
 
 
-def _prompts(job: Job, failures: Sequence[Failure], state: State) -> list[str]:
+def _prompts(job: Job, failures: Sequence[ErrorGroup], state: State) -> list[str]:
     try:
         builder = job.prompt_builder(state)
     except BatchinfError:
         return []
-    return [_prompt(job, builder, failure.row_index) for failure in failures]
+    return [_prompt(job, builder, failure.first_row) for failure in failures]
 
 
 def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:

@@ -58,7 +58,8 @@ def repair_file(path: str, spec: JobSpec) -> RepairFile:
             "as a job of their own, with another output.path"
         )
     if is_url(path) or not os.path.isfile(os.path.expanduser(path)):
-        raise InputError(f"--input: got {path}; must be one file on this machine, with the repaired rows")
+        lacks = "" if is_url(path) or os.path.exists(os.path.expanduser(path)) else ", which is not there"
+        raise InputError(f"--input: got {path}{lacks}; must be one file on this machine, with the repaired rows")
     where = location_of(spec)
     wanted = Parquet.name if is_dataset(where) else format_of(where)
     found, [file] = find_files(InputLocation(path, None if is_dataset(where) else where.format))

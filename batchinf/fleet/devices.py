@@ -1,13 +1,13 @@
-"""Devices of replicas, on any backend: the slot of each replica, looks at devices, and a job's platforms.
+"""Devices of replicas, on any backend: the slot of each replica, looks at devices, and other platforms than before.
 
 A platform is a device with software versions. The manifest has each platform once, and each part has its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchinf.base.errors import DriftError
 from batchinf.manifest.lines import Platform
-from batchinf.manifest.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +44,31 @@ class DeviceLook:
 _DECIDING = frozenset({"device", "engine", "vllm", "torch", "transformers", "cuda"})
 
 
-class Platforms:
-    """The platforms of a job's replicas so far, over all epochs."""
+def platform_warning(
+    replica: int, platform: Platform, earlier: Mapping[object, Platform], *, same_device: bool
+) -> str | None:
+    """A warning if a started replica has a platform that the job's earlier replicas did not have.
 
-    def __init__(self, state: State, same_device: bool) -> None:
-        """same_device: refuse a second platform."""
-        self._known = [platform.values for platform in state.of(Platform)]
-        self._same_device = same_device
-        self._told: list[dict[str, str]] = []
-
-    def admit(self, replica: int, platform: Platform) -> str | None:
-        """Add the platform of a started replica. Returns a warning the first time that it differs from earlier ones.
-
-        Raises DriftError if `same_device: true` refuses the difference. The replica has no row yet.
-        """
-        now = platform.values
-        for before in self._known:
-            if (warning := self._compare(replica, before, now)) is not None:
-                return warning
-        if now not in self._known:
-            self._known.append(now)
-        return None
-
-    def _compare(self, replica: int, before: dict[str, str], now: dict[str, str]) -> str | None:
+    earlier: by their keys. same_device: of the spec. Raises DriftError if it refuses the difference. The replica has no
+    row yet.
+    """
+    now = platform.values
+    is_known = platform.key in earlier
+    for before in (other.values for other in earlier.values()):
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         deciding = [name for name in changed if name in _DECIDING]
-        if self._same_device and deciding:
+        if same_device and deciding:
             raise DriftError(
                 f"same_device is true, but replica {replica} is on another device or version than earlier rows of "
                 f"this job: {_show(before, now, deciding)}; run the job where it began, or set same_device to false"
             )
-        if changed and now not in self._told:
-            self._told.append(now)
+        if changed and not is_known:
             hint = "; `same_device: true` would refuse that" if deciding else ""
             return (
                 f"warning: replica {replica} runs on another device or with other versions than earlier rows of "
                 f"this job: {_show(before, now, changed)}{hint}"
             )
-        return None
+    return None
 
 
 def _show(before: dict[str, str], now: dict[str, str], names: list[str]) -> str:

@@ -250,7 +250,7 @@ class Fleet:
         self.send(replica, message)
 
     def revoke(self, replica: FleetReplica, leases: Iterable[Lease]) -> None:
-        """Ask for leases back. `LeasesGivenBack` says which ones the replica had not begun."""
+        """Ask for leases back. `Revoked` says which ones the replica had not begun."""
         self.send(replica, Revoke(replica.ask_back(leases)))
 
     # -- ends --------------------------------------------------------------------------------------------------------

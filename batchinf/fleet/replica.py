@@ -7,7 +7,7 @@ a replica. Times are in seconds of the monotonic clock, unless they say otherwis
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from batchinf.base.errors import UserError
@@ -62,15 +62,8 @@ _SPANS = 4
 _ROUNDING = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class LeasesGivenBack:
-    """The replica had not begun these leases: the coordinator makes them pending again."""
-
-    leases: Sequence[Lease]
-
-
-Action = NoPlacement | Ready | LeaseBegun | LeaseDone | LeasesGivenBack | Tried | Stopped
-"""What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
+Action = NoPlacement | Ready | LeaseBegun | LeaseDone | Revoked | Tried | Stopped
+"""A message on which the coordinator has to act. Its leases are those that the coordinator has given."""
 
 
 class Intake:
@@ -384,8 +377,8 @@ class FleetReplica:
                 return event
             case LeaseDone():
                 return self._finish(event)
-            case Revoked(keys):
-                return LeasesGivenBack(self.take_back(keys))
+            case Revoked(leases):
+                return Revoked(self.take_back(lease.key for lease in leases))
             case Tried():
                 return event
 
@@ -429,13 +422,13 @@ class FleetReplica:
         self.current.revoking.update(lease.key for lease in leases)
         return tuple(sorted(self.current.revoking))
 
-    def take_back(self, keys: Iterable[Key]) -> list[Lease]:
+    def take_back(self, keys: Iterable[Key]) -> tuple[Lease, ...]:
         """Remove leases that the replica has not begun and returns. The replica has answered all earlier questions."""
         keys = tuple(keys)
         current = self.current
         current.begun.difference_update(keys)
         current.revoking.clear()
-        return [lease for key in keys if (lease := current.leases.pop(key, None)) is not None]
+        return tuple(lease for key in keys if (lease := current.leases.pop(key, None)) is not None)
 
     # -- its end -----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation, say_on_stderr
 from batchinf.source.find import NoInputError
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import JsonLines
 from batchinf.source.formats.parquet import Parquet
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
@@ -241,7 +241,7 @@ def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
 def _check_is_lines(spec: JobSpec) -> None:
     """Raise SpecError if the rows of a batch file are in files of another format."""
     found = format_of(location_of(spec))
-    if found not in (None, OpenAIBatch.read_as):
+    if found not in (None, JsonLines.name):
         raise SpecError(
             f"input.path: {spec.input.path} has the columns of an OpenAI batch file ({', '.join(COLUMNS)}), but its "
             f"format is {found}; such files are JSON lines: write it as rows.jsonl, or name the prompt's column, as in "

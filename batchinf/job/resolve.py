@@ -25,7 +25,7 @@ from batchinf.prompts.openai.lines import COLUMNS
 from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.renderer import with_tools
 from batchinf.prompts.tools import with_tool_parser
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import OPENAI
 from batchinf.source.rows import Source
 from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.input import InputSpec
@@ -86,7 +86,7 @@ def _with_task(file: SpecFile, state: State | None, task_of_lines: Callable[[Job
     if state is None:
         task = task_of_lines(spec) or default
     else:
-        is_batch_file = state.header.spec["input"]["format"] == OpenAIBatch.name
+        is_batch_file = state.header.spec["input"]["format"] == OPENAI
         task = stored_task(state.header.spec).name if is_batch_file else default
     return with_task(file, task) if task != default else file
 
@@ -162,7 +162,7 @@ def _with_sampling(task: type[Task], spec: JobSpec, model: Model) -> tuple[JobSp
 def _as_begun(where: InputSpec, state: State) -> InputSpec:
     """The section with the format and the column of tools that a begun job has."""
     stored = state.header.spec["input"]
-    where = recognised(where, COLUMNS) if stored["format"] == OpenAIBatch.name else where
+    where = recognised(where, COLUMNS) if stored["format"] == OPENAI else where
     return with_tools(where, [stored.get("tools_column")])
 
 

@@ -79,7 +79,7 @@ class Chain:
         """
         num_before = len(self.commits)
         # One round of requests if there is nothing new, and otherwise two.
-        listing = on_thread(partial(self._bucket.list, COMMITS_FOLDER))
+        listing = on_thread(partial(self._bucket.sizes, COMMITS_FOLDER))
         snapshot = f"{COMMITS_FOLDER}/{_SNAPSHOT}"
         hinting = None if self.commits or from_first else on_thread(partial(self._bucket.get, snapshot))
         first = self._last[0] + 1
@@ -87,7 +87,7 @@ class Chain:
         if hinting is not None and (hint := hinting.result()) is not None and re.fullmatch(rb"\d{1,9}", hint.data):
             first = int(hint.data)
             self._last = (first - 1, "")
-        numbers = [int(each.name) for each in listing.result() if _NAME.fullmatch(each.name)]
+        numbers = [int(name) for name in listing.result() if _NAME.fullmatch(name)]
         num_listed = sum(number >= first for number in numbers)
         if num_listed or following is not None:
             for commit in self._from(first, num_listed):

@@ -91,9 +91,9 @@ class Look:
         bucket = Bucket(self.named(job), PATIENCE_S)
         sizes = job.folder.sizes(name)
         job.folder.make(name)
-        for listed in bucket.list(name):
-            if sizes.get(listed.name) != listed.num_bytes:
-                bucket.download(f"{name}/{listed.name}", job.folder.path(f"{name}/{listed.name}"))
+        for file, num_bytes in bucket.sizes(name).items():
+            if sizes.get(file) != num_bytes:
+                bucket.download(f"{name}/{file}", job.folder.path(f"{name}/{file}"))
 
     def copy_file(self, job: JobFolder, name: str) -> None:
         """Bring the copy of a small file up to date."""

@@ -56,17 +56,16 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
         raise ModelError(f"cannot read {disk_error(error, path)}") from error
 
 
-class Unchanged:
-    """The stamps of files, and the check that they still have them."""
+def stamps_of(paths: Iterable[pathlib.Path]) -> dict[pathlib.Path, Stamp]:
+    """The stamp of each of these files."""
+    return {path: _stamp_of(path) for path in paths}
 
-    def __init__(self, paths: Iterable[pathlib.Path]) -> None:
-        self.stamps = {path: _stamp_of(path) for path in paths}
 
-    def check(self) -> None:
-        """Raise DriftError if a file has changed."""
-        for path, stamp in self.stamps.items():
-            if not path.is_file() or _stamp_of(path) != stamp:
-                raise _changed(path)
+def check_unchanged(stamps: Mapping[pathlib.Path, Stamp]) -> None:
+    """Raise DriftError if one of these files has another stamp now."""
+    for path, stamp in stamps.items():
+        if not path.is_file() or _stamp_of(path) != stamp:
+            raise _changed(path)
 
 
 def _changed(path: pathlib.Path) -> DriftError:
@@ -123,7 +122,7 @@ class Contents:
         small = _small_files(model, spec, local)
         self._paths = small | _large_files(model, spec, local)
         # Of the files before engines begin to load them.
-        self.unchanged = Unchanged(self._paths.values())
+        self.stamps = stamps_of(self._paths.values())
         self.digests: dict[str, str] = {}
         for name, path in self._paths.items():
             digest = _digest(path, self._stamp(path)) if name in small else _kept(path, self._stamp(path))
@@ -137,7 +136,7 @@ class Contents:
         self._thread: threading.Thread | None = None
 
     def _stamp(self, path: pathlib.Path) -> Stamp:
-        return self.unchanged.stamps[path]
+        return self.stamps[path]
 
     @property
     def is_known(self) -> bool:

@@ -21,13 +21,13 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import starmap
 
 from batchinf.base import faults
-from batchinf.base.bucket import Bucket, Listed, together
+from batchinf.base.bucket import Bucket, together
 from batchinf.base.errors import OutputError
 from batchinf.base.process import on_thread
 from batchinf.base.storage import Folder, file_digest
@@ -121,9 +121,9 @@ class Mirror:
 
     def restore(self) -> None:
         """Make the folder's manifest and selection those of the bucket, which count. The folder may be empty."""
-        self._restore(on_thread(partial(self._bucket.list, "parts")))
+        self._restore(on_thread(partial(self._bucket.sizes, "parts")))
 
-    def _restore(self, listing: "Future[list[Listed]]") -> None:
+    def _restore(self, listing: "Future[dict[str, int]]") -> None:
         """listing: of the parts. Requests that do not depend on each other run together: each may take 0.3 s."""
         before = _job_id(self._folder)
         if not self.chain.read() and self.chain.commits:
@@ -148,8 +148,8 @@ class Mirror:
 
     def take_over(self) -> int:
         """Restore all that a start needs, with the lock held. Returns the last epoch."""
-        listing = on_thread(partial(self._bucket.list, "parts"))
-        bundles = on_thread(partial(self._bucket.list, "journal"))
+        listing = on_thread(partial(self._bucket.sizes, "parts"))
+        bundles = on_thread(partial(self._bucket.sizes, "journal"))
         events = on_thread(partial(self._bucket.get, EVENTS_FILE))
         self._restore(listing)
         state = read_state(self._folder)
@@ -158,7 +158,7 @@ class Mirror:
         shutil.rmtree(self._folder.path("parts"))
         self._folder.make("parts")
         committed = {} if state is None else state.parts
-        shards = (parse_part_name(listed.name) for listed in listing.result())
+        shards = map(parse_part_name, listing.result())
         # Uploaded, but not committed: the recovery commits them like staged parts.
         _finish(partial(self._stage, shard) for shard in shards if shard is not None and shard not in committed)
         self._restore_journal(bundles.result())
@@ -179,13 +179,13 @@ class Mirror:
     def has_leftovers(self) -> bool:
         """Whether killed processes left results or the lock of a finished job. False while a process may hold it."""
         is_left = self.lock.is_left()
-        return is_left is not None and (is_left or bool(self._bucket.list("journal")))
+        return is_left is not None and (is_left or bool(self._bucket.sizes("journal")))
 
     def changed_parts(self, state: State) -> list[int]:
         """The committed shards whose part is missing in the bucket or has another size."""
         if not state.parts:
             return []
-        sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
+        sizes = self._bucket.sizes("parts")
         lost = [shard for shard, part in sorted(state.parts.items()) if sizes.get(part_name(shard)) != part.num_bytes]
         for shard in lost:
             self._dropped.pop(shard, None)
@@ -239,7 +239,7 @@ class Mirror:
                 self.fetch_part(part)
 
     def _restore_versions(self) -> None:
-        names = [listed.name for listed in self._bucket.list(_VERSIONS)]
+        names = self._bucket.sizes(_VERSIONS)
         self._sent.update(f"{_VERSIONS}/{name}" for name in names)
         absent = [name for name in names if not self._source.exists(f"versions/{name}")]
         self._source.make("versions")
@@ -248,16 +248,17 @@ class Mirror:
             for name in absent
         )
 
-    def _restore_journal(self, bundles: Sequence[Listed]) -> None:
-        largest = max((listed.num_bytes for listed in bundles), default=0)
-        gets = (partial(self._bucket.get, f"journal/{listed.name}") for listed in bundles)
+    def _restore_journal(self, bundles: Mapping[str, int]) -> None:
+        """bundles: the bytes of each by its name."""
+        largest = max(bundles.values(), default=0)
+        gets = (partial(self._bucket.get, f"journal/{name}") for name in bundles)
         at_once = min(_NUM_BUNDLES, max(1, _BUNDLE_BYTES // max(1, largest)))
 
         def read() -> Iterator[SegmentPiece]:
-            for listed, found in zip(bundles, together(gets, at_once), strict=True):
+            for name, found in zip(bundles, together(gets, at_once), strict=True):
                 if found is not None:
                     pieces = [*unbundled(found.data)]
-                    self._note_bundle(listed.name, pieces)
+                    self._note_bundle(name, pieces)
                     yield from pieces
 
         for name, data in whole_segments(read()):

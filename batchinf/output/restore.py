@@ -32,8 +32,8 @@ def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
 
 def names_in(bucket: Bucket, folders: Sequence[str]) -> list[str]:
     """The names of all objects in these folders of the bucket."""
-    listings = together(partial(bucket.list, folder) for folder in folders)
-    return [f"{folder}/{each.name}" for folder, listing in zip(folders, listings, strict=True) for each in listing]
+    listings = together(partial(bucket.sizes, folder) for folder in folders)
+    return [f"{folder}/{name}" for folder, listing in zip(folders, listings, strict=True) for name in listing]
 
 
 def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batchinf.base.text import most_frequent, one_line, short_count, without_numbers
+from batchinf.base.text import ErrorGroup, most_frequent, one_line, short_count, without_numbers
 from batchinf.records import Prompt
 
 _COLUMNS = 80
@@ -23,16 +23,6 @@ class LengthRange:
     shortest: int
     longest: int
     num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptErrors:
-    """Rows of the sample that will have an error of one type for one reason, and the first of them."""
-
-    error_type: str
-    num_rows: int
-    first_row: int
-    first_message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +45,8 @@ class PromptLengths:
     """Rows whose prompt leaves no room for `max_tokens`."""
     num_truncated: int
     """Prompts that were cut to fit."""
-    errors: tuple[PromptErrors, ...]
-    """The most frequent first."""
+    errors: tuple[ErrorGroup, ...]
+    """Of the sample, the most frequent first."""
 
     def lines(self) -> Iterator[str]:
         """A histogram after an empty line, and the errors and cuts of rows."""
@@ -121,7 +111,7 @@ class LengthCounts:
     """Of prompts without an error."""
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows by type and reason."""
-    firsts: dict[tuple[str, str], PromptErrors] = field(default_factory=dict)
+    firsts: dict[tuple[str, str], ErrorGroup] = field(default_factory=dict)
     """The first of each."""
     num_truncated: int = 0
     num_tight: int = 0
@@ -136,7 +126,7 @@ class LengthCounts:
         if (error := prompt.error) is not None:
             key = error.error_type, without_numbers(error.error_message)
             self.errors[key] += 1
-            self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
+            self.firsts.setdefault(key, ErrorGroup(error.error_type, 0, prompt.row_index, error.error_message))
             return
         if prompt.scoring is not None and prompt.scoring.answer_error is not None:
             self.num_wrong_answers += 1

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,18 +159,18 @@ def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int 
         copy = pathlib.Path(scratch, "rows")
         copy.mkdir()
         location = location_of(file.spec)
-        sample = sample_input(location, copy)
-        if sample is None and not may_scan and not is_scanned_quickly(location):
+        num_rows = sample_input(location, copy)
+        if num_rows is None and not may_scan and not is_scanned_quickly(location):
             yield None
             return
-        if sample is not None:
+        if num_rows is not None:
             # A share and a limit are applied to the number of rows.
-            changes = {"path": sample.path, "job": None, "sample": None, "limit": None, "order": "input"}
+            changes = {"path": os.fspath(copy), "job": None, "sample": None, "limit": None, "order": "input"}
             spec = file.spec.model_copy(update={"input": file.spec.input.model_copy(update=changes)})
             file = dataclasses.replace(file, spec=spec)
         job = open_job(file, pathlib.Path(scratch, "scan"))
         with contextlib.closing(job.source):
-            yield job, None if sample is None else sample.num_rows
+            yield job, num_rows
 
 
 def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:

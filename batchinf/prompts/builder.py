@@ -206,35 +206,33 @@ class PromptBuilder:
         if request.error is not None:
             return Draft(None, request.error, request=request)
         if request.token_ids is not None:
-            draft = Draft(request.text, request.token_ids)
-        else:
-            adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
-            encoder = self._with_special if adds else self._without_special
-            # A text that is cut is not too long.
-            most = None if request.truncation is not None else max_model_len
-            try:
-                draft = self._text_draft(check_text(request.text or ""), encoder, most)
-            except RowFailed as failed:
-                draft = Draft(None, failed.error)
-        return replace(draft, sampling=sampling, request=request)
+            return Draft(request.text, request.token_ids, sampling=sampling, request=request)
+        adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
+        encoder = self._with_special if adds else self._without_special
+        # A text that is cut is not too long.
+        most = None if request.truncation is not None else max_model_len
+        try:
+            text = check_text(request.text or "")
+            ids = None if most is None else self._ids_of_long(text, encoder, most)
+        except RowFailed as failed:
+            return Draft(None, failed.error, sampling=sampling, request=request)
+        return Draft(text, ids, encoder if ids is None else None, sampling, request)
 
-    def _text_draft(self, text: str, encoder: Encoder, max_model_len: int | None) -> "Draft":
-        """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised.
+    def _ids_of_long(self, text: str, encoder: Encoder, max_model_len: int) -> list[int] | None:
+        """The ids of a piece of a text that is too long, so that the rest is not tokenised; None of another text.
 
         Raises RowFailed if that makes it an error row.
         """
-        if max_model_len is None:
-            return Draft(text, None, encoder)
         probed = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
         if probed is None:
-            return Draft(text, None, encoder)
+            return None
         ids, num_chars = probed
         if isinstance(ids, RowError):
-            return Draft(None, ids)
+            raise RowFailed(ids.error_type, ids.error_message)
         if self._side is None:
             got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
             raise self._too_long(got, max_model_len)
-        return Draft(text, ids)
+        return ids
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         request = draft.request

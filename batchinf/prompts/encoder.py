@@ -247,22 +247,17 @@ class Encoder:
         ids: list[list[int]] = encoding["input_ids"]
         return ids
 
+    # -- the template filter `truncate_tokens` -------------------------------------------------------------------------
 
-class TextCutter:
-    """The template filter `truncate_tokens`: cuts texts to a number of tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer, adds_special_tokens=False)
-
-    def cut(self, text: str, num_tokens: int, side: Side) -> str:
+    def cut_text(self, text: str, num_tokens: int, side: Side) -> str:
         """The piece of a text that its first (side `left`: its last) `num_tokens` tokens cover, unchanged.
 
-        The piece has at most `num_tokens` tokens when it is tokenised alone. Raises ValueError if the tokenizer fails.
+        The template filter `truncate_tokens` is this method of an encoder without special tokens. The piece has at most
+        `num_tokens` tokens when it is tokenised alone. Raises ValueError if the tokenizer fails.
         """
         if num_tokens == 0:
             return ""
-        probed = self._encoder.probe(text, enough_tokens(num_tokens), side)
+        probed = self.probe(text, enough_tokens(num_tokens), side)
         if probed is not None:
             _, num_chars = probed
             piece = text[:num_chars].rstrip() if side == "right" else text[-num_chars:].lstrip()
@@ -291,14 +286,16 @@ class TextCutter:
         return _piece(text, least, side)
 
     def _ids(self, text: str) -> list[int]:
-        ids = self._encoder.encode_one(text)
+        ids = self.encode_one(text)
         if isinstance(ids, RowError):
             raise ValueError(ids.error_message)
         return ids
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each token, in characters."""
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoding = self._tokenizer(
+            text, add_special_tokens=self._adds_special_tokens, return_offsets_mapping=True, verbose=False
+        )
         spans: list[tuple[int, int]] = encoding["offset_mapping"]
         return spans
 

@@ -10,7 +10,7 @@ from typing import Any
 from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
-from batchinf.prompts.encoder import TextCutter
+from batchinf.prompts.encoder import Encoder
 from batchinf.prompts.images import (
     ImageSource,
     Placeholders,
@@ -98,7 +98,7 @@ class Renderer:
         """
         self._input = where = spec.input
         self._column = spec.prompt_column
-        cut = None if tokenizer is None else TextCutter(tokenizer).cut
+        cut = None if tokenizer is None else Encoder(tokenizer, adds_special_tokens=False).cut_text
         # By the field that has the template: of each message, or of the prompt.
         self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
         named = self._template_columns() if self._templates else self._plain_columns()

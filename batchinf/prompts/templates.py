@@ -217,7 +217,7 @@ def _json_text(value: Any) -> str:
     raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
-# (text, most tokens, side) -> text; see `TextCutter`.
+# (text, most tokens, side) -> text; see `Encoder.cut_text`.
 CutFunction = Callable[[str, int, Any], str]
 
 _SIDES = ("left", "right")

@@ -18,7 +18,7 @@ from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted, one_line
 from batchinf.engines.installed import structures_backend
 from batchinf.records import Completion, Request, ToolCall
-from batchinf.replica.calls import Calls, call_error, finish_reason
+from batchinf.replica.calls import Parser, call_error, finish_reason, with_ids
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -72,21 +72,23 @@ class Answers:
         detokenizer: "Detokenizer | None",
         *,
         reasoner: Reasoner | None = None,
-        calls: Calls | None = None,
+        call_parser: Parser | None = None,
         matcher: Matcher | None = None,
+        job_id: str = "",
     ) -> None:
-        """detokenizer: None for tasks without text. reasoner: for a job with a reasoning parser. calls: for one
-        with a tool parser. matcher: as `Matcher`.
+        """detokenizer: None for tasks without text. reasoner: for a job with a reasoning parser. call_parser: for one
+        with a tool parser. matcher: as `Matcher`. job_id: enters the ids of calls.
         """
         self._detokenizer = detokenizer
         self._sampling = spec.sampling
         self._reasoner = reasoner
-        self._calls = calls
+        self._call_parser = call_parser
+        self._job_id = job_id
         self._special: re.Pattern[str] | None = None
         self._special_ids: frozenset[int] = frozenset()
         # Parsers must see special tokens: the marks around reasoning and calls may be among them.
         self._with_marks = spec.sampling.model_copy(update={"skip_special_tokens": False})
-        if (reasoner is not None or calls is not None) and spec.sampling.skip_special_tokens:
+        if (reasoner is not None or call_parser is not None) and spec.sampling.skip_special_tokens:
             tokens = _special_tokens(tokenizer)
             self._special_ids = frozenset(tokens)
             longest_first = sorted(tokens.values(), key=len, reverse=True)
@@ -110,7 +112,7 @@ class Answers:
         return self._reasoner is not None or self._has_tools(completion)
 
     def _has_tools(self, completion: Completion) -> bool:
-        return self._calls is not None and completion.request.tools is not None
+        return self._call_parser is not None and completion.request.tools is not None
 
     def _read(self, completion: Completion, whole: str) -> Answer:
         structure = completion.request.sampling.structured_outputs
@@ -143,11 +145,13 @@ class Answers:
         return self._reasoner.num_tokens(completion.request, reasoning, completion.token_ids.tolist())
 
     def _read_calls(self, completion: Completion, whole: str) -> Answer:
-        calls = self._calls
-        assert calls is not None
+        request = completion.request
+        parser = self._call_parser
+        assert parser is not None
         try:
-            keeps_special_tokens = calls.parser.keeps_special_tokens(completion.request)
-            parsed = calls.read(completion, whole if keeps_special_tokens else self._stripped(whole, completion) or "")
+            text = whole if parser.keeps_special_tokens(request) else self._stripped(whole, completion) or ""
+            parsed = parser.read(request, text, completion.token_ids.tolist())
+            parsed = with_ids(parsed, request, text, self._job_id)
             num_tokens = self._num_tokens(parsed.reasoning, completion)
         except Exception as failure:
             # As of a reasoning parser.
@@ -461,7 +465,7 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
     The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
     """
     reasoner = None
-    calls = None
+    call_parser = None
     matcher_of = None
     if detokenizer is not None and spec.model.reasoning_parser is not None:
         from batchinf.engines.vllm.structured_output.structures import reasoner_of
@@ -470,14 +474,22 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
     if detokenizer is not None and spec.model.tool_parser is not None:
         from batchinf.engines.vllm.structured_output.tools import CallParser
 
-        calls = Calls(CallParser(spec, tokenizer), job_id)
+        call_parser = CallParser(spec, tokenizer)
     of_job = spec.sampling.structured_outputs or {}
     has_structure = any(
         kind in of_job or spec.rows_may_set(f"structured_outputs.{kind}") for kind in ("regex", "grammar")
     )
-    may_match = has_structure or calls is not None
+    may_match = has_structure or call_parser is not None
     if detokenizer is not None and spec.scripted is None and may_match:
         from batchinf.engines.vllm.structured_output.structures import matcher
 
         matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
-    return Answers(spec, tokenizer, detokenizer, reasoner=reasoner, calls=calls, matcher=matcher_of)
+    return Answers(
+        spec,
+        tokenizer,
+        detokenizer,
+        reasoner=reasoner,
+        call_parser=call_parser,
+        matcher=matcher_of,
+        job_id=job_id,
+    )

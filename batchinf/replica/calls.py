@@ -26,29 +26,21 @@ class Parser(Protocol):
         """The reasoning, the calls and the text beside them. May raise anything."""
 
 
-class Calls:
-    """The calls of one job's completions. For one thread."""
+def with_ids(parsed: ParsedAnswer, request: Request, text: str, job_id: str) -> ParsedAnswer:
+    """The parsed text with ids for its calls, and with the first call alone if the request takes one."""
+    assert request.tools is not None
+    calls = parsed.calls if request.tools.are_parallel else parsed.calls[:1]
+    keys = (f"{job_id},{request.row_index},{request.request_index},{number}" for number in range(len(calls)))
+    named = [replace(call, id=_id(call.id, text, key)) for call, key in zip(calls, keys, strict=True)]
+    return replace(parsed, calls=tuple(named))
 
-    def __init__(self, parser: Parser, job_id: str) -> None:
-        self.parser = parser
-        self._job_id = job_id
 
-    def read(self, completion: Completion, text: str) -> ParsedAnswer:
-        """The parsed text, with ids for all calls. Raises what the parser raises."""
-        request = completion.request
-        assert request.tools is not None
-        parsed = self.parser.read(request, text, completion.token_ids.tolist())
-        calls = parsed.calls if request.tools.are_parallel else parsed.calls[:1]
-        named = [replace(call, id=self._id(completion, number, call.id, text)) for number, call in enumerate(calls)]
-        return replace(parsed, calls=tuple(named))
-
-    def _id(self, completion: Completion, number: int, given: str, text: str) -> str:
-        """The id that the model has written; otherwise one that a resumed job gives again."""
-        if given and given in text:
-            return given
-        key = f"{self._job_id},{completion.request.row_index},{completion.request.request_index},{number}"
-        digest = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-        return digest[:_SHORT_ID] if len(given) == _SHORT_ID else f"call_{digest}"
+def _id(given: str, text: str, key: str) -> str:
+    """The id that the model has written; otherwise one that a resumed job gives again, by this key."""
+    if given and given in text:
+        return given
+    digest = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    return digest[:_SHORT_ID] if len(given) == _SHORT_ID else f"call_{digest}"
 
 
 def finish_reason(completion: Completion, parsed: ParsedAnswer) -> str:

@@ -204,7 +204,7 @@ class Feeder(threading.Thread):
         """Give back the leases that have not begun."""
         revoked = set(leases)
         with self._changed:
-            back = tuple(lease.key for lease in self._assigned if lease.key in revoked)
+            back = tuple(lease for lease in self._assigned if lease.key in revoked)
             self._assigned = deque(lease for lease in self._assigned if lease.key not in revoked)
         self.emit(Revoked(back))
 

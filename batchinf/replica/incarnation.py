@@ -31,7 +31,7 @@ from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import location_of, open_job_input
 from batchinf.job.repaired import repaired
 from batchinf.manifest.names import retry_of
-from batchinf.model.content import Unchanged, adapter_files
+from batchinf.model.content import adapter_files, check_unchanged, stamps_of
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import (
@@ -98,7 +98,7 @@ class Incarnation:
         self._progress_s = _PROGRESS_S
         self._is_identified = threading.Event()
         # vLLM loads an adapter again if it has more of them than fit into its memory.
-        self._adapters = Unchanged(path for adapter in launch.adapters for path in adapter_files(adapter))
+        self._adapter_stamps = stamps_of(path for adapter in launch.adapters for path in adapter_files(adapter))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -233,7 +233,7 @@ class Incarnation:
     def _may_store(self) -> None:
         """Wait until the model's digests are durable. Raises DriftError if an adapter has changed since the start."""
         self._is_identified.wait()
-        self._adapters.check()
+        check_unchanged(self._adapter_stamps)
 
     def listen(self, heard: list[Command]) -> None:
         """Obey the coordinator; abandon all when it is gone. Runs on its own thread.

@@ -161,7 +161,7 @@ class Progress:
     num_waiting: int = 0
     """Requests that are ready for the engine."""
     num_answered: int = 0
-    """Output rows that the engine finished without an error, so none from the journal."""
+    """Output rows that the engine finished, also those whose answers are errors; none from the journal."""
     busy_s: float = 0.0
     """Time in which the engine had requests, in seconds, also in a step that has not ended."""
     num_unstored: int = 0
@@ -197,9 +197,9 @@ class LeaseDone:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """These leases were given back, untouched."""
+    """These leases were given back, untouched: they become pending again."""
 
-    leases: tuple[Key, ...]
+    leases: tuple[Lease, ...]
 
 
 @dataclass(frozen=True, slots=True)

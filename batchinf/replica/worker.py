@@ -66,12 +66,12 @@ class Worker:
         self.feeder.stop()
 
     def progress(self) -> Progress:
-        totals = self.writer.totals
+        writer = self.writer
         num_prompt_tokens, num_output_tokens = self._tokens.latest
         busy_s, began = self._busy
         return Progress(
-            num_rows=totals.num_rows,
-            errors=dict(totals.errors),
+            num_rows=writer.num_rows,
+            errors=dict(writer.errors),
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             steps=self._steps,
@@ -79,10 +79,10 @@ class Worker:
             stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
             engine=self.engine.stats(),
             num_waiting=len(self.ready),
-            num_answered=totals.num_answered,
+            num_answered=writer.num_answered,
             busy_s=round(busy_s + (0.0 if began is None else time.monotonic() - began), 3),
-            num_unstored=max(0, self._num_finished - totals.num_requests),
-            num_inputs=round(totals.num_inputs, 6) if self.writer.task.rows_vary else None,
+            num_unstored=max(0, self._num_finished - writer.num_requests),
+            num_inputs=round(writer.num_inputs, 6) if writer.task.rows_vary else None,
         )
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from batchinf.base import faults
 from batchinf.output.checkpoints import next_journal_at
@@ -58,22 +58,6 @@ class _Closing:
     """The journal has all its results."""
 
 
-@dataclass(slots=True)
-class _WriterTotals:
-    """Output rows stored since the worker started."""
-
-    num_rows: int = 0
-    """Includes rows that the journal already had."""
-    num_inputs: float = 0.0
-    """The input rows of `num_rows`; of an unfinished one, the share that is finished. Only if the task's rows vary."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Those of `num_rows` that failed, by the error's type."""
-    num_answered: int = 0
-    """Rows that the engine finished without an error."""
-    num_requests: int = 0
-    """Requests that the engine finished."""
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Writer(threading.Thread):
     """Takes finished requests from a queue; each finished shard that it holds whole becomes a staged part."""
@@ -99,16 +83,25 @@ class Writer(threading.Thread):
         self._closer = ThreadPoolExecutor(num_closers, thread_name_prefix="closer")
         self._closing: list[_Closing] = []
         self._is_stopping = False
-        self.totals = _WriterTotals()
+        self.num_rows = 0
+        """Output rows stored since the worker started, with those that the journal already had."""
+        self.num_inputs = 0.0
+        """Their input rows; of an unfinished one, the share that is finished. Only if the task's rows vary."""
+        self.errors = Counter[str]()
+        """Those of `num_rows` that failed, by the error's type."""
+        self.num_answered = 0
+        """Rows that the engine finished, also those whose answers are errors."""
+        self.num_requests = 0
+        """Requests that the engine finished."""
         self.error: BaseException | None = None
 
     def track(self, lease: OpenLease) -> None:
         """Add a lease that has begun. If the journal has all its results, it is closed at once."""
         with self._lock:
             self._open[lease.key] = lease
-            self.totals.num_rows += lease.num_counted
-            self.totals.num_inputs += lease.counted_shares
-            self.totals.errors = self.totals.errors + lease.counted_errors
+            self.num_rows += lease.num_counted
+            self.num_inputs += lease.counted_shares
+            self.errors = self.errors + lease.counted_errors
 
     def checkpoint_soon(self) -> None:
         """Journal now, without waiting for the interval; once more if that is being done already."""
@@ -162,16 +155,19 @@ class Writer(threading.Thread):
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self.answers.read([item.completion for item in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
+        num_unasked: Counter[Key] = Counter()
         for item, answer in zip(finished, answers, strict=True):
             lease = item.pending.lease
             by_lease.setdefault(lease.key, (lease, []))[1].append(_result(item, answer))
         for row in (item for item in items if isinstance(item, FailedRow)):
             by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
-        for lease, results in by_lease.values():
-            self._add(lease, results)
-        self.totals.num_requests += len(finished)
+            num_unasked[row.lease.key] += len(row.results)
+        for key, (lease, results) in by_lease.items():
+            self._add(lease, results, num_unasked[key])
+        self.num_requests += len(finished)
 
-    def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
+    def _add(self, lease: OpenLease, results: Sequence[Result], num_unasked: int) -> None:
+        """num_unasked: those of the results that the engine was not asked for."""
         batch = self.task.encode(results)
         num_before = lease.num_finished
         shares_before = lease.num_input_shares
@@ -179,12 +175,12 @@ class Writer(threading.Thread):
         num_rows = lease.num_finished - num_before
         errors = count_errors(batch.column("error_type"))
         with self._lock:  # the feeder's thread adds to the totals, too: see `track`
-            self.totals.num_rows += num_rows
-            self.totals.num_inputs += lease.num_input_shares - shares_before
+            self.num_rows += num_rows
+            self.num_inputs += lease.num_input_shares - shares_before
             if errors:
                 # A new object, because another thread reads the old one.
-                self.totals.errors = self.totals.errors + errors
-            self.totals.num_answered += max(0, num_rows - errors.total())
+                self.errors = self.errors + errors
+            self.num_answered += max(0, num_rows - num_unasked)
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

@@ -20,7 +20,7 @@ from batchinf.base.database import open_duckdb, register
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.storage import Folder
-from batchinf.base.text import COMPARED_CHARS, VARYING, choice_name, clip, list_names
+from batchinf.base.text import COMPARED_CHARS, VARYING, ErrorGroup, choice_name, clip, list_names
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -94,13 +94,9 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorGroup:
-    """Error rows of one type whose messages differ only in numbers, with the first of them as an example."""
+class ShownErrors(ErrorGroup):
+    """A group with the id and the prompt of its first row."""
 
-    error_type: str
-    num_rows: int
-    message: str
-    row_index: int
     id: str
     prompt: str
     """Empty if the job does not store prompts."""
@@ -118,7 +114,7 @@ class RowFigures:
     labels_of: str
     labels: tuple[Share, ...]
     num_labels: int
-    errors: tuple[ErrorGroup, ...]
+    errors: tuple[ShownErrors, ...]
     num_error_groups: int
     samples: Samples
     confusion: Confusion | None
@@ -315,7 +311,7 @@ class _Rows:
                     return name, self._shares(name), num
         return "", (), 0
 
-    def _errors(self) -> tuple[tuple[ErrorGroup, ...], int]:
+    def _errors(self) -> tuple[tuple[ShownErrors, ...], int]:
         """The largest groups, and the number of all."""
         if "error_message" not in self._types:
             return (), 0
@@ -329,11 +325,11 @@ class _Rows:
             f"ORDER BY count(*) DESC, min(row_index) LIMIT {_MOST_GROUPS}"
         )
         groups = tuple(
-            ErrorGroup(
+            ShownErrors(
                 error_type=clip(str(error_type), _LABEL_CHARS),
                 num_rows=num_rows,
-                message=clip(message or "", _MESSAGE_CHARS),
-                row_index=row_index,
+                first_message=clip(message or "", _MESSAGE_CHARS),
+                first_row=row_index,
                 id=clip(id_ or "", 2 * _LABEL_CHARS),
                 prompt=clip(prompt or "", _MESSAGE_CHARS),
             )

@@ -13,7 +13,7 @@ from batchinf.base.paths import folder_problem, is_bucket
 from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
-from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
+from batchinf.source.formats.huggingface import HUGGING_FACE, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, COMPRESSED, file_format, format_by_ending
 from batchinf.source.left_out import (
     NOT_FILES,
@@ -43,7 +43,7 @@ def is_dataset(input: InputLocation) -> bool:
     """Whether the input is a Hugging Face dataset: by `format`, saved as one, or named like one."""
     path = os.path.expanduser(input.path)
     if input.format is not None:
-        return input.format == HuggingFace.name
+        return input.format == HUGGING_FACE
     if os.path.exists(path):
         return is_saved(path)
     # Local things come first: without a network, the hub takes half a minute to say that it has no such dataset.

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import pathlib
 import threading
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from batchinf.source.files import InputFile, InputLocation, refuse_pointers
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
-from batchinf.source.formats.huggingface import HuggingFace, open_dataset
+from batchinf.source.formats.huggingface import HUGGING_FACE, open_dataset
 from batchinf.source.formats.registry import file_format, format_by_ending
 from batchinf.source.left_out import LeftOut
 from batchinf.source.ranges import RangedFile, Span
@@ -157,7 +156,7 @@ def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
 def format_of(input: InputLocation) -> str | None:
     """The name of the input's format; None for a URL that does not say it. Raises `InputError` if there is no file."""
     if is_dataset(input):
-        return HuggingFace.name
+        return HUGGING_FACE
     if is_url(input.path):
         found = format_by_ending(input.path) if input.format is None else file_format(input.format)
         return None if found is None else found.name
@@ -174,20 +173,11 @@ def is_scanned_quickly(input: InputLocation) -> bool:
     return not _is_far(input) and sum(file.stamp()[0] for file in find_files(input)[1]) < _MANY_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class InputSample:
-    """A small copy of a large input, so that `plan` and the choice of degrees need not wait for the scan."""
+def sample_input(input: InputLocation, folder: pathlib.Path) -> int | None:
+    """Copy rows from all parts of a large input into `folder`, so that `plan` need not wait for the scan.
 
-    path: str
-    """Of the folder with the copy, an input of the same format."""
-    num_rows: int
-    """Of the whole input, about."""
-
-
-def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | None:
-    """Copy rows from all parts of an input into `folder`; None if the input is small, or has to be scanned.
-
-    Raises InputError if there is nothing to read.
+    The folder is then an input of the same format. Returns about how many rows the whole input has; None, and copies
+    nothing, if it is small, or has to be scanned. Raises InputError if there is nothing to read.
     """
     if _is_far(input):
         return None
@@ -204,7 +194,7 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
         if rows_of_file is None:
             return None
         num_rows += rows_of_file
-    return InputSample(os.fspath(folder), round(num_rows))
+    return round(num_rows)
 
 
 def _find(input: InputLocation, left_out: LeftOut) -> tuple[FileFormat, list[InputFile]]:

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from batchinf.base.paths import PASSWORD, bucket_problem, elsewhere, is_bucket
 from batchinf.source.files import CsvDialect
 from batchinf.source.formats.csv import Csv
-from batchinf.source.formats.huggingface import HuggingFace
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.huggingface import HUGGING_FACE
+from batchinf.source.formats.lines import OPENAI
 from batchinf.source.formats.registry import FORMAT_NAMES
 from batchinf.spec.fields import (
     FROM_FILE,
@@ -338,9 +338,9 @@ class InputSpec(Section):
             raise wrong(f"got it with format {self.format}; only {Csv.name} has a delimiter and the like: leave it out",
                         Csv.name)  # fmt: skip
         for field in self.given(("split", "name", "revision")):
-            if self.format not in (None, HuggingFace.name):
+            if self.format not in (None, HUGGING_FACE):
                 raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
-                             f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
+                             f"(format {HUGGING_FACE}) has a {field}: leave it out", field)  # fmt: skip
 
     def _check_chat(self) -> None:
         asked = self.given(CHAT_FIELDS)[0]
@@ -410,7 +410,7 @@ class InputSpec(Section):
     @property
     def is_batch_file(self) -> bool:
         """Whether each line is a request of OpenAI's batch API."""
-        return self.format == OpenAIBatch.name
+        return self.format == OPENAI
 
     @property
     def has_own_conversations(self) -> bool:

@@ -34,7 +34,7 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 SETTINGS: dict[str, Any] = {
-    "output": {"rows_per_shard": 5}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}
+    "output": {"rows_per_shard": 3}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}
 }  # fmt: skip
 AGAIN = "run the job again: its rows run again"
 
@@ -160,7 +160,7 @@ def test_a_killed_job_is_whole_and_not_done(halved: pathlib.Path) -> None:
 
 def test_a_job_at_work_is_whole(tmp_path: pathlib.Path) -> None:
     marker = tmp_path / "held"
-    path = jobs.spec_of(tmp_path, output={"rows_per_shard": 20}, scripted={"step_s": 0.01})
+    path = jobs.spec_of(tmp_path, output={"rows_per_shard": 20}, scripted={"step_s": 0.02})
     process = jobs.start("run", path, faults=f"coordinator.before_publish:3=hold {marker}")
     out, looks = tmp_path / "out", 0
     jobs.wait_until(lambda: marker.exists() and marker.read_text())
@@ -346,7 +346,7 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     assert found is not None
     assert "its footer has num_output_tokens" in found.what
     found = replace(parts, num_samples=2).flaw(place, line, is_deep=False)
-    assert found == proof.Flaw("has 5 rows, but must have 10", is_seen_by_run=False)
+    assert found == proof.Flaw("has 3 rows, but must have 6", is_seen_by_run=False)
 
 
 @pytest.mark.parametrize(

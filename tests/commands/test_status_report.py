@@ -113,7 +113,7 @@ def test_a_price_of_a_gpu_hour_makes_cents(tmp_path: pathlib.Path) -> None:
     assert report.cost.total == pytest.approx(2 * totals.device_s / 3600) and totals.device_s >= 3600
     num_tokens = totals.num_prompt_tokens + totals.num_output_tokens
     assert report.cost.cents_per_million_tokens * num_tokens / 1e6 == pytest.approx(100 * report.cost.total)
-    assert report.cost.cents_per_thousand_rows * jobs.NUM_FEWER / 1e3 == pytest.approx(100 * report.cost.total)
+    assert report.cost.cents_per_thousand_rows * jobs.num_fewer / 1e3 == pytest.approx(100 * report.cost.total)
     assert " cents for a million tokens (prompt and output), " in lines_of(report)
     dearer = json.loads(jobs.run("status", out, "--price", "20", "--json").stdout)
     assert dearer["cost"]["total"] == pytest.approx(10 * report.cost.total)

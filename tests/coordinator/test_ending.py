@@ -15,9 +15,9 @@ import jobs
 from batchinf.base.slices import job_folders
 from batchinf.base.stop_signals import StopRequests
 from batchinf.base.storage import Folder
-from batchinf.base.text import counted, without_numbers
+from batchinf.base.text import ErrorGroup, counted, without_numbers
 from batchinf.commands.status import _job_state
-from batchinf.coordinator.ending import Failure, _image_folder, finished
+from batchinf.coordinator.ending import _image_folder, finished
 from batchinf.manifest.lines import Platform, record_line
 from batchinf.manifest.lock import Holder
 from batchinf.manifest.state import read_state
@@ -36,7 +36,7 @@ def test_the_folder_of_relative_paths_is_named_if_a_path_was_not_found(tmp_path:
     (tmp_path / "rows.jsonl").touch()
     where = InputSpec(path=str(tmp_path / "rows.jsonl"))
     messages = ("'https://host/a.png' does not exist: the server answered with status 404", "'a.png' does not exist")
-    of_url, of_path = (Failure("image_not_found", f"image 1: {message}", 0, 1) for message in messages)
+    of_url, of_path = (ErrorGroup("image_not_found", 1, 0, f"image 1: {message}") for message in messages)
     assert [_image_folder(where, errors) for errors in ([of_url], [of_url, of_path])] == [None, str(tmp_path)]
 
 
@@ -51,7 +51,7 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     summary = batchinf.run(spec, quiet=True, progress=seen.append)
     # The rate counts the last rows, also of a job of less than a second.
     assert (seen[-1].state, (seen[-1].output_tokens_per_s or 0) > 0) == ("done", True)
-    assert [(one.error_type, one.num_rows, one.row_index) for one in summary.errors] == [
+    assert [(one.error_type, one.num_rows, one.first_row) for one in summary.errors] == [
         ("prompt_too_long", 2, 2),
         ("empty_prompt", 1, 1),
     ]
@@ -94,7 +94,7 @@ def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, caps
     spec = jobs.spec_of(tmp_path, **sections)
     summary = batchinf.run(spec, quiet=True)
     rows = {row["row_index"]: row["error_message"] or "" for row in summary.results.table().to_pylist()}
-    told = {one.row_index: one.num_rows for one in summary.errors}
+    told = {one.first_row: one.num_rows for one in summary.errors}
     assert told == {0: 5, 5: 3, 8: 2, 10: 1, 11: 1, 12: 1, 13: 1}
     assert sum(told.values()) == len(bodies) == summary.num_errors
     for place, field in enumerate([*["body.prompt"] * 5, *["body.ignore_eos"] * 3, *["top_p"] * 2, *others]):
@@ -128,8 +128,8 @@ def test_a_stop_says_what_is_kept(
     first, kept, again, left = str(raised.value).splitlines()
     out, state = tmp_path / "out", jobs.state_of(tmp_path / "out")
     assert first == "stopped on request"
-    pattern = r"  kept: (\d+) of 240 output rows: (\d+) in (\d+) parts?, and (\d+) finished requests? in the journal"
-    found = re.fullmatch(pattern, kept)
+    in_parts = rf"  kept: (\d+) of {jobs.num_fewer} output rows: (\d+) in (\d+) parts?"
+    found = re.fullmatch(in_parts + r", and (\d+) finished requests? in the journal", kept)
     assert found is not None, kept
     num_all, num_rows, num_parts, num_kept = map(int, found.groups())
     assert (num_rows, num_parts) == (state.counts.num_rows, len(list((out / "parts").glob("*.parquet"))))
@@ -142,7 +142,7 @@ def test_a_stop_says_what_is_kept(
         assert re.fullmatch(r"  runs again: [1-9] requests? .*; drain_timeout_s leaves them 0 s: a larger .*", again)
     else:
         assert again == "  runs again: nothing; no request was cut off"
-    assert left == f"  still to run: {jobs.NUM_FEWER - before:,} output rows"
+    assert left == f"  still to run: {jobs.num_fewer - before:,} output rows"
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
     assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())

@@ -146,7 +146,7 @@ def test_errors_are_counted_by_what_they_say_but_for_numbers(tmp_path: pathlib.P
         ("empty_prompt", 40),
         ("null_prompt", 40),
     ]
-    assert found[0].row_index == 2
+    assert found[0].first_row == 2
     # A part that is gone must not hide the rest.
     part = min((out / "parts").iterdir())
     lost = state.parts[0].num_errors
@@ -164,7 +164,7 @@ def test_nothing_of_a_row_moves_the_cursor(tmp_path: pathlib.Path) -> None:
     [failure] = commonest(Folder(out), jobs.state_of(out))
     [_, line, row] = failure_lines([failure], ["prompt"])
     assert line.startswith("  10 × template_error: ") and row == "      row 0: prompt"
-    hostile = failure.__class__("t", "a\x1b[2J\nb\u202ec\ud800" + "d" * 1000, 7, 1)
+    hostile = failure.__class__("t", 1, 7, "a\x1b[2J\nb\u202ec\ud800" + "d" * 1000)
     [_, line] = failure_lines([hostile], [])
     assert line.startswith("  1 × t: a\\x1b[2J\\nb\\u202ec\\ud800ddd")
     assert line.isprintable() and len(line) < 400

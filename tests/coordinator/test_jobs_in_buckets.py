@@ -428,7 +428,8 @@ def test_ctrl_c_ends_a_wait_for_the_store(url: str, tmp_path: pathlib.Path) -> N
 
 
 def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
-    slow = {"scripted": {"step_s": 0.02}, "checkpoint_interval_s": 100}
+    small = {"output": {"rows_per_shard": 12}}
+    slow = {"scripted": {"step_s": 0.02}, "checkpoint_interval_s": 100, **small}
     process = jobs.start("run", stores.spec_of(tmp_path, url, **slow), **store.environment)
     jobs.wait_until(lambda: len(stores.names(url, "parts")) >= 3)
     process.send_signal(signal.SIGTERM)
@@ -438,7 +439,7 @@ def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, t
     assert stores.read(url, "lock") == b"free"
     stores.lose_host(tmp_path)
     num_stored = stores.num_journalled(url)
-    done = jobs.finish(stores.spec_of(tmp_path, url), **store.environment)
+    done = jobs.finish(stores.spec_of(tmp_path, url, **small), **store.environment)
     assert f"{num_stored:,} requests finished and kept in the journal" in done.stderr
     _is_whole(url)
 

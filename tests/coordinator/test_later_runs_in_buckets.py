@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_retry_goes_on_on_an_empty_machine(
     stores.lose_host(tmp_path)
     killed = jobs.run("run", spec, *ERRORS, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
-    assert "fetching 6 parts, " in killed.stderr
+    assert re.search(r"fetching [1-9] parts, ", killed.stderr)
     if not keeps_folder:
         stores.lose_host(tmp_path)
     # Each row is there once, as before or as after the retry.

@@ -98,7 +98,7 @@ def test_errors_are_retried_once_their_cause_is_gone(
         is_cured = row["error_type"] == "invalid_sampling"
         assert (after[index]["error_type"] is None) == is_cured
         assert (after[index]["text"] is not None) == is_cured
-    assert min(kinds.values()) >= 3
+    assert min(kinds.values()) >= 2
     state = jobs.state_of(out)
     assert state.is_done
     assert (state.counts.num_rows, state.counts.num_errors) == (len(before), kinds["prompt_too_long"])
@@ -153,7 +153,7 @@ def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], t
     jobs.finish(spec, "--retry", predicate, *limits)
     after = rows_by_index(tmp_path / "out")
     cut = [index for index, row in before.items() if row["finish_reason"] == "length"]
-    assert len(cut) >= 3
+    assert len(cut) >= 2
     for index, row in before.items():
         if index not in cut:
             assert after[index] == row

@@ -22,10 +22,11 @@ ENGINE = {"max_num_seqs": 1024, "step_s": 0.05, "vary_lengths": False}
 def spec_of(folder: pathlib.Path, num_rows: int, replicas: int, **sections: Any) -> pathlib.Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"number {row} of many"}) + "\n" for row in range(num_rows)))
+    sampling = {"max_tokens": 60, **sections.pop("sampling", {})}
     return jobs.spec_of(
         folder,
         input={"path": str(path), "id_column": None},
-        sampling={"max_tokens": 60},
+        sampling=sampling,
         parallel={"data_parallel_size": replicas},
         output={"keep_columns": [], "rows_per_shard": "auto"},
         **{"scripted": ENGINE, **sections},
@@ -89,6 +90,14 @@ def test_the_closing_lines_say_that_replicas_had_no_rows(tmp_path: pathlib.Path)
     said = finish_together(spec_of(tmp_path, 1, 2), tmp_path)
     assert "1 of 2 replicas had no rows: 1 row ran in all" in said
     assert sorted(rows_by_replica(tmp_path / "out")) == [0, 1]
+
+
+def test_rows_whose_answers_are_errors_count_as_run(tmp_path: pathlib.Path) -> None:
+    """The scripted engine's texts are no JSON."""
+    sampling = {"structured_outputs": {"json": {"type": "object"}}}
+    said = finish_together(spec_of(tmp_path, 5, 2, sampling=sampling, max_error_rate=1.0), tmp_path)
+    assert "5 × invalid_json" in said
+    assert sorted(rows_by_replica(tmp_path / "out")) == [2, 3]
 
 
 @pytest.mark.parametrize("fault", ["writer.store_lease=kill", "writer.stored_lease=kill", "writer.close=kill"])

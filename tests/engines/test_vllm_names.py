@@ -48,7 +48,7 @@ said = [
     line_of(
         "task generate",
         ["vllm.reasoning.ReasoningParserManager"],
-        "from batchinf.engines.vllm.structured_output.structures import Reasoner; Reasoner('a', None, {})",
+        "from batchinf.engines.vllm.structured_output.structures import VllmReasoner; VllmReasoner('a', None, {})",
     ),
     line_of(
         "task generate",

@@ -305,7 +305,7 @@ def worlds(draw: st.DrawFn, num_killers: int, *, together: bool = False) -> Worl
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(1))
 def test_one_row_that_kills_is_found_within_the_bound(world: World) -> None:
     run(world)
@@ -316,7 +316,7 @@ def test_one_row_that_kills_is_found_within_the_bound(world: World) -> None:
     assert len({replica for replica, _ in world.deaths}) <= 2
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(2))
 def test_two_rows_that_kill_are_found_and_no_other(world: World) -> None:
     # If all rows that are left kill, the engine may be broken as well: then the job stops, and another run ends it.
@@ -327,7 +327,7 @@ def test_two_rows_that_kill_are_found_and_no_other(world: World) -> None:
     assert len(world.deaths) <= 3 * bound(max(num_rows for _, num_rows in world.deaths))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(worlds(2, together=True))
 def test_rows_that_kill_only_together_survive_apart(world: World) -> None:
     run(world)
@@ -335,7 +335,7 @@ def test_rows_that_kill_only_together_survive_apart(world: World) -> None:
     assert not world.errors
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(worlds(0))
 def test_a_broken_engine_is_given_up_and_no_row_is_condemned(world: World) -> None:
     world.broken = 0

@@ -7,9 +7,8 @@ import pytest
 
 import jobs
 from batchinf.base.errors import DriftError
-from batchinf.fleet.devices import Platforms
-from batchinf.manifest.lines import Platform, record_line
-from batchinf.manifest.state import State
+from batchinf.fleet.devices import platform_warning
+from batchinf.manifest.lines import Platform
 
 VERSIONS = {"batchinf": "0.1.0", "python": "3.11.7", "vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.1.0",
             "cuda": "13.0", "driver": "580.1"}  # fmt: skip
@@ -21,19 +20,14 @@ def engine(device: str = "NVIDIA H100 80GB HBM3", **versions: str) -> Platform:
     return Platform(device, {**VERSIONS, **versions}, {}, 1)
 
 
-def after(*engines: Platform) -> State:
-    """What a manifest says after replicas with these engines were ready."""
-    state = State()
-    for platform in engines:
-        state.apply(record_line(platform))
-    return state
+def warning(now: Platform, *earlier: Platform, same_device: bool = False) -> str | None:
+    return platform_warning(1, now, {platform.key: platform for platform in earlier}, same_device=same_device)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_all_alike_is_nothing_to_say(wanted: bool) -> None:
-    assert Platforms(State(), wanted).admit(0, engine()) is None
-    platforms = Platforms(after(engine()), wanted)
-    assert [platforms.admit(number, engine()) for number in range(3)] == [None] * 3
+    assert warning(engine(), same_device=wanted) is None
+    assert warning(engine(), engine(), engine(), same_device=wanted) is None
 
 
 @pytest.mark.parametrize(
@@ -50,36 +44,28 @@ def test_all_alike_is_nothing_to_say(wanted: bool) -> None:
     ],
 )  # fmt: skip
 def test_another_is_told_once_or_refused(now: Platform, changes: str) -> None:
-    platforms = Platforms(after(engine()), False)
-    warning = platforms.admit(1, now)
-    assert warning is not None
-    assert warning.startswith(TOLD)
+    said = warning(now, engine())
+    assert said is not None
+    assert said.startswith(TOLD)
     if "python" in now.versions:
-        assert warning == f"{TOLD}{changes}; `same_device: true` would refuse that"
-    assert platforms.admit(0, now) is None
+        assert said == f"{TOLD}{changes}; `same_device: true` would refuse that"
+    assert warning(now, engine(), now) is None
     with pytest.raises(DriftError) as refused:
-        Platforms(after(engine()), True).admit(1, now)
+        warning(now, engine(), same_device=True)
     assert str(refused.value) == f"{REFUSED}{changes}; run the job where it began, or set same_device to false"
 
 
 def test_what_cannot_change_values_is_told_and_let_in() -> None:
     now = engine(driver="590.1", python="3.12.1")
     said = f"{TOLD}driver 580.1 -> 590.1, python 3.11.7 -> 3.12.1"
-    assert Platforms(after(engine()), False).admit(1, now) == said
-    assert Platforms(after(engine()), True).admit(1, now) == said
+    assert warning(now, engine()) == said
+    assert warning(now, engine(), same_device=True) == said
 
 
 def test_a_job_that_is_mixed_already_is_refused_wherever_it_goes_on() -> None:
     for now in (engine(), engine("NVIDIA H200")):
         with pytest.raises(DriftError):
-            Platforms(after(engine(), engine("NVIDIA H200")), True).admit(0, now)
-
-
-def test_two_replicas_of_one_start_that_differ() -> None:
-    platforms = Platforms(State(), True)
-    assert platforms.admit(0, engine()) is None
-    with pytest.raises(DriftError):
-        platforms.admit(1, engine("NVIDIA H200"))
+            warning(now, engine(), engine("NVIDIA H200"), same_device=True)
 
 
 def devices_of(out: pathlib.Path) -> dict[str, str]:

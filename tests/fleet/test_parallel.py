@@ -36,7 +36,8 @@ def spec_of(folder: pathlib.Path, shape: str | None = None, **sections: Any) -> 
 
 def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
-    file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), backend=Devices(8, "h200"), say=said.append)
+    rows = {"path": str(jobs.PROMPTS), "limit": 240}
+    file = with_degrees(spec_of(tmp_path, "llama-3.3-70b", input=rows), backend=Devices(8, "h200"), say=said.append)
     assert file.spec.parallel.sizes == (2, 1)
     assert said == [
         "parallel: tensor 2 × data 4 on 8 GPUs: the fewest GPUs that hold the model, and no larger degree predicts "

@@ -143,9 +143,10 @@ def many_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 4])
-@pytest.mark.parametrize("action", ["die", "kill SIGKILL"])
-@pytest.mark.parametrize("point", ["prompt", "output"])
+@pytest.mark.parametrize(
+    ("point", "action", "num_replicas"),
+    [("prompt", "die", 1), ("prompt", "kill SIGKILL", 4), ("output", "die", 4), ("output", "kill SIGKILL", 1)],
+)
 def test_a_row_that_kills_among_5000(
     point: str, action: str, num_replicas: int, tmp_path: pathlib.Path, many_rows: list[dict[str, Any]]
 ) -> None:

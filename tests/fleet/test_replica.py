@@ -9,7 +9,7 @@ from batchinf.base.errors import EngineDeadError, UserError
 from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
-from batchinf.fleet.replica import FleetReplica, LeasesGivenBack
+from batchinf.fleet.replica import FleetReplica
 from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Event,
@@ -111,7 +111,7 @@ EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "stored, of another": (LeaseDone(Lease(9, 90, 95), 5, {"refused": 1}), None, None, None),
     "closed": (LeaseDone(WHOLE, 10, {"refused": 1}, PART), finished(WHOLE, 10, PART), None, None),
     "closed, not held whole": (LeaseDone(Lease(4, 40, 50), 10, {}, replace(PART, shard=4)), None, None, None),
-    "revoked": (Revoked((CUT.key, (9, 90, 95))), LeasesGivenBack([CUT]), LeasesGivenBack([]), None),
+    "revoked": (Revoked((CUT, Lease(9, 90, 95))), Revoked((CUT,)), Revoked(()), None),
     "tried": (Tried((1,)), PASSES_ON, PASSES_ON, None),
     "failed": (FAILED, None, None, None),
     "stopped": (Stopped(), PASSES_ON, PASSES_ON, "ended"),
@@ -169,7 +169,7 @@ def test_only_leases_that_have_not_begun_can_be_taken_back() -> None:
     assert replica.ask_back([other]) == (CUT.key, other.key)
     assert replica.outstanding_rows == 10
     # It had begun the first one when it was asked.
-    assert replica.hear(Revoked((other.key,)), now=1.0, at=0.0) == LeasesGivenBack([other])
+    assert replica.hear(Revoked((other,)), now=1.0, at=0.0) == Revoked((other,))
     assert replica.unbegun == (CUT,)
     assert list(replica.current.leases) == [WHOLE.key, CUT.key]
 
@@ -307,7 +307,7 @@ def test_of_the_last_messages_only_parts_count_for_leases() -> None:
     events = (
         progress(15),
         LeaseDone(CUT, 5),
-        Revoked((CUT.key,)),
+        Revoked((CUT,)),
         LeaseDone(WHOLE, 10, {"refused": 1}, PART),
         FAILED,
     )

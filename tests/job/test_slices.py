@@ -59,7 +59,7 @@ def test_a_wrong_slice_is_refused(text: str) -> None:
 def sliced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Three of four slices run at once; then the last one is killed at work and goes on."""
     folder = tmp_path_factory.mktemp("sliced")
-    spec, out = jobs.spec_of(folder, sampling=SAMPLING, parallel=ONE, output={"rows_per_shard": 20}), folder / "out"
+    spec, out = jobs.spec_of(folder, sampling=SAMPLING, parallel=ONE, output={"rows_per_shard": 13}), folder / "out"
     assert "slice" not in jobs.run("status", out).stdout
     processes = [jobs.start("run", spec, "--slice", f"{index}/4") for index in (3, 0, 2)]
     for process in processes:

@@ -14,7 +14,7 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.errors import DriftError, ModelError
 from batchinf.model import content
-from batchinf.model.content import Contents
+from batchinf.model.content import Contents, check_unchanged
 from batchinf.model.lora import resolve_adapters
 from batchinf.model.model import resolve
 from batchinf.spec.job import JobSpec
@@ -211,16 +211,16 @@ def test_links_are_followed(tmp_path: pathlib.Path) -> None:
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: pathlib.Path) -> None:
     model, weights = everything(tmp_path), tmp_path / "model" / "model-00002-of-00002.safetensors"
     found = contents(model)
-    found.unchanged.check()
+    check_unchanged(found.stamps)
     os.utime(weights)
     with pytest.raises(DriftError, match=r"model-00002-of-00002\.safetensors was changed while the job ran"):
-        found.unchanged.check()
+        check_unchanged(found.stamps)
     found.start()
     with pytest.raises(DriftError, match=r"model-00002-of-00002\.safetensors was changed while the job ran"):
         jobs.wait_until(lambda: found.is_known)
     weights.unlink()
     with pytest.raises(DriftError, match="was changed"):
-        found.unchanged.check()
+        check_unchanged(found.stamps)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: pathlib.Path) -> None:

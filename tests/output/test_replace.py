@@ -65,7 +65,7 @@ def write_new(folder: Folder, shard: OpenLease, spec: JobSpec, retry: Retry = RE
     return write_replacement(target_of(folder, shard.task, Rows(), metadata, name), shard)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SPECS)
 def test_chosen_rows_are_new_and_the_others_as_they_were(
     folder: Folder, name: str, seed: int, monkeypatch: pytest.MonkeyPatch

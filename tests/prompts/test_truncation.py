@@ -13,7 +13,7 @@ from tokenizers import processors
 import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.encoder import TextCutter
+from batchinf.prompts.encoder import Encoder
 from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -199,7 +199,7 @@ def test_truncate_tokens() -> None:
 )
 def test_a_cut_text_is_a_piece_of_the_text_within_its_tokens(name: str, text: str, num_tokens: int, side: Any) -> None:
     tokenizer = TOKENIZERS[name]
-    piece = TextCutter(tokenizer).cut(text, num_tokens, side)
+    piece = Encoder(tokenizer, adds_special_tokens=False).cut_text(text, num_tokens, side)
     assert text.startswith(piece) if side == "right" else text.endswith(piece)
     assert len(tokenizer(piece, add_special_tokens=False)["input_ids"]) <= num_tokens
     if len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= num_tokens:

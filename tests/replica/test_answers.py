@@ -236,9 +236,9 @@ def test_a_text_is_held_against_the_backend_s_own_grammar(
 
 def reasoner_of(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.structured_output.structures import Reasoner
+    from batchinf.engines.vllm.structured_output.structures import VllmReasoner
 
-    return Reasoner(parser, tokenizer, kwargs or {})
+    return VllmReasoner(parser, tokenizer, kwargs or {})
 
 
 @pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])

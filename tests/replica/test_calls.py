@@ -13,8 +13,10 @@ from gpt_oss import HarmonyTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
+from batchinf.engines.protocol import ParsedAnswer
 from batchinf.records import Completion, Request, ToolCall, Tools
 from batchinf.replica.answers import Answer, Answers, Detokenizer, answers_of
+from batchinf.replica.calls import with_ids
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -212,14 +214,15 @@ def test_parsers_that_cannot_be_had(tokenizer: Any) -> None:
         answers(tokenizer, "mistral")
 
 
-def test_ids_that_the_model_has_written(tokenizer: Any) -> None:
-    from batchinf.replica.calls import Calls
+def test_ids_that_the_model_has_written() -> None:
+    def id_of(given: str, text: str) -> str:
+        request = Request(3, 0, [1], SamplingSpec(), tools=Tools(TOOLS))
+        parsed = ParsedAnswer(reasoning=None, text=None, calls=(ToolCall(given, "get_time", "{}"),), whole=text)
+        [call] = with_ids(parsed, request, text, "job-1").calls
+        return call.id
 
-    request = Request(3, 0, [1], SamplingSpec(), tools=Tools(TOOLS))
-    completion = Completion(request, np.array([1], np.int32), "stop")
-    made = Calls(None, "job-1")  # type: ignore[arg-type]
-    assert made._id(completion, 0, "functions.get_time:0", "x functions.get_time:0 y") == "functions.get_time:0"
-    assert re.fullmatch(r"[0-9a-f]{9}", made._id(completion, 0, "Ab3dE6gH9", "x"))  # as Mistral's templates want it
+    assert id_of("functions.get_time:0", "x functions.get_time:0 y") == "functions.get_time:0"
+    assert re.fullmatch(r"[0-9a-f]{9}", id_of("Ab3dE6gH9", "x"))  # as Mistral's templates want it
 
 
 def test_calls_are_stored(tokenizer: Any) -> None:

@@ -281,7 +281,7 @@ def test_only_what_has_not_begun_is_given_back(bench: Callable[..., Bench]) -> N
     one.stop()
     begun = [event.lease[0] for event in one.of(LeaseBegun)]
     assert len(revoked.leases) >= 5  # the feeder runs ahead by its queue's bound and no more
-    assert sorted([*begun, *(index for index, *_ in revoked.leases)]) == [shard.index for shard in shards]
+    assert sorted([*begun, *(lease.index for lease in revoked.leases)]) == [shard.index for shard in shards]
     assert sorted(event.lease.index for event in one.of(LeaseDone)) == begun
     assert {row["row_index"] // 20 for row in one.rows()} == set(begun)
     assert one.of(Revoked)[1:] == [Revoked(())]

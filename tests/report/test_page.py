@@ -235,7 +235,7 @@ def test_a_job_that_was_killed_has_a_report_with_its_journal(tmp_path: pathlib.P
     assert "It runs as process" in running
     assert "stopped" in stopped
     num_rows = int(re.search(r"output rows\s*([\d,]+)", stopped)[1].replace(",", ""))  # type: ignore[index]
-    assert 0 < num_rows < jobs.NUM_FEWER
+    assert 0 < num_rows < jobs.num_fewer
 
 
 def test_nowhere_to_write_is_one_line(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -119,8 +119,8 @@ def test_labels_reasons_and_errors(figures: RowFigures) -> None:
     assert (figures.labels_of, {share.name for share in figures.labels}) == ("text", {"yes", "no"})
     assert figures.finish_reasons == (Share("stop", 1500), Share("length", 500))
     first, second = figures.errors
-    assert (first.num_rows, first.row_index, first.message) == (100, 1, "got 7001 tokens")
-    assert (second.num_rows, second.message) == (100, "<script>x</script>")
+    assert (first.num_rows, first.first_row, first.first_message) == (100, 1, "got 7001 tokens")
+    assert (second.num_rows, second.first_message) == (100, "<script>x</script>")
     assert first.id == "\\u202ename 1\\x1b[31m"
 
 

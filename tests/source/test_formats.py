@@ -180,7 +180,7 @@ def test_a_new_format_is_named_by_the_spec_and_its_errors(copy: Path, tmp_path: 
     path = spec_of(tmp_path, input={"format": "semicolon"})
     done = run(copy, "run", path)
     assert done.returncode == 2
-    assert "must be one of jsonl, json, openai, parquet, csv, text, semicolons, arrow, images, hf" in done.stderr
+    assert "must be one of jsonl, json, parquet, csv, text, semicolons, arrow, images, openai, hf" in done.stderr
     assert done.stderr.count("\n") == 1
     path = spec_of(tmp_path, input={"path": "none.yaml", "format": None})
     (copy / "none.yaml").write_text("x: 1")

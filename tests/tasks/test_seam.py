@@ -1,6 +1,7 @@
 """The seam of the tasks: no code outside `tasks/` knows a task, and a new task is one class and one line."""
 
 import ast
+import functools
 import json
 import os
 import pathlib
@@ -84,9 +85,19 @@ def _last_name(value: ast.expr) -> str:
     return value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else ""
 
 
+@functools.cache
+def nodes_of(code: str) -> list[ast.AST]:
+    """All nodes of the code. Two tests read those of all modules."""
+    return [*ast.walk(ast.parse(code))]
+
+
+def code_of(name: str) -> str:
+    return (PACKAGE / name).read_text(encoding="utf-8")
+
+
 def knowledge(code: str) -> Iterator[str]:
     """What code knows of the tasks: it reads the task of a spec, or a task's section, or has a task's name."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes_of(code):
         if isinstance(node, ast.Attribute) and node.attr in {"task", *SECTIONS}:
             if _last_name(node.value).endswith("spec"):
                 yield f"{_last_name(node.value)}.{node.attr}"
@@ -94,9 +105,8 @@ def knowledge(code: str) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_module_outside_knows_a_task(name: str) -> None:
-    found = {(name, known) for known in knowledge((PACKAGE / name).read_text(encoding="utf-8"))}
+def test_no_module_outside_knows_a_task() -> None:
+    found = {(name, known) for name in MODULES for known in knowledge(code_of(name))}
     assert found - CHANCE == set()
 
 
@@ -117,7 +127,7 @@ def test_the_rule_sees_what_it_forbids(code: str, found: list[str]) -> None:
 
 def imported(code: str) -> Iterator[str]:
     """The modules that code imports, and the names in them."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes_of(code):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,16 +140,16 @@ def folders_of_tasks(code: str) -> set[str]:
     return {name[2] for name in names if name[:2] == ["batchinf", "tasks"] and name[2:] and name[2] in FOLDERS}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_module_outside_imports_from_a_tasks_folder(name: str) -> None:
-    assert folders_of_tasks((PACKAGE / name).read_text(encoding="utf-8")) == set()
+def test_no_module_outside_imports_from_a_tasks_folder() -> None:
+    found = {(name, folder) for name in MODULES for folder in folders_of_tasks(code_of(name))}
+    assert found == set()
 
 
 @pytest.mark.parametrize("name", OF_TASKS)
 def test_no_tasks_folder_imports_from_another(name: str) -> None:
     folder = pathlib.Path(name).parent.name
     allowed = {folder} & {*FOLDERS} if name != "tasks/registry.py" else {*FOLDERS}
-    assert folders_of_tasks((PACKAGE / name).read_text(encoding="utf-8")) <= allowed
+    assert folders_of_tasks(code_of(name)) <= allowed
 
 
 @pytest.mark.parametrize(

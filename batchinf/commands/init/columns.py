@@ -19,7 +19,7 @@ from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files
 from batchinf.source.formats.csv import Csv, seems_cp1252
 from batchinf.source.formats.images import FOLDER, NUM_BYTES, Images
-from batchinf.source.formats.lines import OpenAIBatch, TextLines
+from batchinf.source.formats.lines import BATCH_COLUMNS, TextLines
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
@@ -143,7 +143,7 @@ def _columns(where: InputLocation, source: Source) -> InputColumns:
     """The columns, without settings. Raises UserError if no column has text or images."""
     found = _FirstRows.of(where, source)
     messages = found.conversations()
-    is_batch = found.types.keys() >= set(OpenAIBatch.columns)  # an id of a line may be the name of its picture
+    is_batch = found.types.keys() >= set(BATCH_COLUMNS)  # an id of a line may be the name of its picture
     images = find_images(where.path, [row.values for row in found.rows], [] if is_batch else list(found.types))
     texts = _without(found.texts(), [*images.names, messages])
     named_ids = found.named_ids()

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from batchinf.base.errors import RowFailed, SpecError
 from batchinf.prompts.encoder import Encoder, Side
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import BATCH_COLUMNS
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 
-COLUMNS = OpenAIBatch.columns
+COLUMNS = BATCH_COLUMNS
 _ID_AND_BODY = ("custom_id", "body")  # of lines as Mistral and others take them, with one URL for the whole file
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"

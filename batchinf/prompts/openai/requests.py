@@ -28,7 +28,7 @@ from batchinf.prompts.openai.lines import (
 )
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
 from batchinf.records import Tools
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import OPENAI, JsonLines
 from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
@@ -86,7 +86,7 @@ class RowRequest:
 
 def may_be_batch(where: InputSpec) -> bool:
     """Whether the spec does not say if the input is a batch file. The input's columns then decide."""
-    return not where.given(PROMPT_FORMS) and where.format in (None, OpenAIBatch.read_as)
+    return not where.given(PROMPT_FORMS) and where.format in (None, JsonLines.name)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
@@ -107,7 +107,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
             raise SpecError(f"input.format: {what}; a batch request has {', '.join(COLUMNS)}")
     elif missing or not may_be_batch(where):
         return where
-    return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
+    return where.model_copy(update={"format": OPENAI, "id_column": where.id_column or "custom_id"})
 
 
 class BatchReader(BodyReader[RowRequest]):

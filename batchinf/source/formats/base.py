@@ -131,19 +131,13 @@ class SourceFile:
     """For bytes that the scan did not read."""
 
 
-class InputFormat:
-    """A value of `input.format`."""
-
-    name: ClassVar[str]
-    read_as: ClassVar[str | None] = None  # the name of another format that reads its files; None: this one does
-
-
-class FileFormat(InputFormat, abc.ABC):
+class FileFormat(abc.ABC):
     """A format of files. It has no state of its own: the results of a scan are in the cache.
 
     A file is scanned once for its rows, columns and content hash. Its rows are then read by position.
     """
 
+    name: ClassVar[str]  # a value of `input.format`
     endings: ClassVar[tuple[str, ...]]  # of file names, in lower case, with the dot
     mixed_types: ClassVar[MixedTypes]  # what a column of different types becomes
     # Whether the scan reads a file from beginning to end, also if it is compressed as a whole; see `COMPRESSIONS`. If
@@ -196,10 +190,12 @@ class FileFormat(InputFormat, abc.ABC):
         """Whether a file has the content of an entry. False for a remote file if that costs as much as the scan."""
         return content_hash(file) == (entry.digest or entry.hash)
 
-    def refuse_crashing(self, new: Sequence[InputFile]) -> None:
+    def refuse_crashing(self, new: Sequence[InputFile]) -> None:  # noqa: B027 - most formats refuse nothing
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
 
-    def refuse_headless(self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema) -> None:
+    def refuse_headless(  # noqa: B027 - as above
+        self, new: Mapping[str, pa.Schema], first: str, columns: pa.Schema
+    ) -> None:
         """Raise `InputError` if new files may lack a header, so that their first row would be lost.
 
         new: the columns of each file by its name. first: the name of the input's first file, which has `columns`.

@@ -17,7 +17,7 @@ from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.digests import Watch, changed
 from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, refuse_pointers, settled_stamp, stamp
 from batchinf.source.formats.arrow import copied
-from batchinf.source.formats.base import ColumnarReader, InputFormat, checked
+from batchinf.source.formats.base import ColumnarReader, checked
 from batchinf.source.types import MixedTypes, settled_schema
 
 # What `save_to_disk` writes beside the Arrow files.
@@ -96,14 +96,10 @@ def _look_through(file: pathlib.Path) -> None:
             checked(batch)
 
 
+# The value of `input.format` for a dataset: a saved folder, or an id of the hub. `open_dataset` opens it as a whole.
+HUGGING_FACE = "hf"
 _DEFAULT_SPLIT = "train"
 _RECORD = "dataset.json"  # in the cache folder: the Arrow files of a dataset of the hub
-
-
-class HuggingFace(InputFormat):
-    """A Hugging Face dataset: a saved folder, or an id of the hub. `open_dataset` opens it as a whole."""
-
-    name = "hf"
 
 
 def looks_like_id(path: str) -> bool:

@@ -26,19 +26,23 @@ from batchinf.source.files import (
     LINE_ENDS,
     MAX_LINE_BYTES,
     InputFile,
-    Stamp,
     blocks,
     compression,
     not_utf8,
     refuse_utf16,
     stamp_of,
 )
-from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, SourceFile, map_int64
+from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile, map_int64
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8, with_remark
 
 WHITESPACE = b" \t\r\n"  # of JSON
 FIRST_LINES = 100  # that are looked at before the scan
 _FEW_LINES = 64  # in a block of at least a megabyte: their ends are found faster one by one
+
+
+# The value of `input.format` for OpenAI's batch files, which are JSON lines.
+OPENAI = "openai"
+BATCH_COLUMNS = ("custom_id", "method", "url", "body")  # an input that has them all is a batch file
 
 
 class LineFormat(FileFormat):
@@ -191,41 +195,12 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 _DIGEST_BYTES = BLOCK_BYTES
 
 
-class _CheckedBytes:
-    """A file that is read by offset. If it is not as in the scan, the read blocks are compared with their digests.
-
-    Bytes after those that were scanned do not count: rows may be appended.
-    """
-
-    def __init__(self, name: str, path: str, digests: bytes | None, *, trusted: Stamp, num_bytes: int) -> None:
-        """digests: of the blocks; None for a copy in the cache. num_bytes: that were scanned."""
-        self._name = name
-        self._digests = digests
-        self._trusted = trusted
-        self._num_bytes = num_bytes
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """These bytes. Raises DriftError if they are not those of the scan."""
-        data = os.pread(self._file.fileno(), num_bytes, start)
-        if self._digests is None or stamp_of(os.fstat(self._file.fileno())) == self._trusted:
-            return data
-        first = start // _DIGEST_BYTES * _DIGEST_BYTES
-        last = min(-(-(start + num_bytes) // _DIGEST_BYTES) * _DIGEST_BYTES, self._num_bytes)
-        data = os.pread(self._file.fileno(), last - first, first)
-        for place in range(0, last - first, _DIGEST_BYTES):
-            number = (first + place) // _DIGEST_BYTES
-            digest = xxhash.xxh3_64_digest(memoryview(data)[place : place + _DIGEST_BYTES])
-            if digest != self._digests[8 * number : 8 * number + 8]:
-                raise changed(self._name)
-        return data[start - first : start - first + num_bytes]
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class LineReader:
-    """Rows by the offsets of their lines."""
+    """Rows by the offsets of their lines.
+
+    If the file is not as in the scan, the blocks that are read are compared with their digests. Bytes after those that
+    were scanned do not count: rows may be appended.
+    """
 
     def __init__(
         self,
@@ -247,12 +222,13 @@ class LineReader:
         self._name = file.name
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
-        digests = None
+        self._digests: bytes | None = None  # of a copy in the cache, which does not change
         if "lines" not in entry.artifacts:
             artifact = entry.artifacts.get("digests")
-            digests = b"" if artifact is None else cache.read(artifact.name)
-        path = _content(file, entry, cache)
-        self._bytes = _CheckedBytes(file.name, path, digests, trusted=entry.stamp, num_bytes=entry.num_bytes)
+            self._digests = b"" if artifact is None else cache.read(artifact.name)
+        self._trusted = entry.stamp
+        self._num_bytes = entry.num_bytes
+        self._file = open(_content(file, entry, cache), "rb", buffering=0)  # noqa: SIM115
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
@@ -276,7 +252,7 @@ class LineReader:
             yield from self._lines(start, middle)
             yield from self._lines(middle, stop)
             return
-        data = self._bytes.read(first, min(last - first, MAX_LINE_BYTES + 1))
+        data = self._read(first, min(last - first, MAX_LINE_BYTES + 1))
         if b"\n" not in data and len(data) > MAX_LINE_BYTES:
             yield None
             return
@@ -284,6 +260,21 @@ class LineReader:
         if len(lines) != stop - start:
             raise changed(self._name)
         yield from lines
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        """These bytes. Raises DriftError if they are not those of the scan."""
+        data = os.pread(self._file.fileno(), num_bytes, start)
+        if self._digests is None or stamp_of(os.fstat(self._file.fileno())) == self._trusted:
+            return data
+        first = start // _DIGEST_BYTES * _DIGEST_BYTES
+        last = min(-(-(start + num_bytes) // _DIGEST_BYTES) * _DIGEST_BYTES, self._num_bytes)
+        data = os.pread(self._file.fileno(), last - first, first)
+        for place in range(0, last - first, _DIGEST_BYTES):
+            number = (first + place) // _DIGEST_BYTES
+            digest = xxhash.xxh3_64_digest(memoryview(data)[place : place + _DIGEST_BYTES])
+            if digest != self._digests[8 * number : 8 * number + 8]:
+                raise changed(self._name)
+        return data[start - first : start - first + num_bytes]
 
     def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
         """See `Reader`. The types hold all values but text with lone surrogates."""
@@ -308,7 +299,7 @@ class LineReader:
             return pa.array(fitted, field.type)
 
     def close(self) -> None:
-        self._bytes.close()
+        self._file.close()
 
 
 def _json_text(value: object) -> str:
@@ -378,13 +369,13 @@ class ScannedJson:
 
     def add(self, lines: Sequence[bytes], first_row: int) -> None:
         """Add these rows. first_row: the number of rows before them."""
-        seen = _TwoKeys()
-        records = json_records(lines, _JSON if self._twice else seen.decoder)
+        keys: list[str] = []
+        records = json_records(lines, _JSON if self._twice else _noting_twice(keys))
         self._types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
-        if seen.key is not None:
-            row = first_row + _TwoKeys.place(lines)
+        if keys:
+            row = first_row + _first_with_twice(lines)
             self._twice = (
-                f"row {row:,} has the key {shorten(repr(seen.key), 60)} twice; of equal keys, the last one counts"
+                f"row {row:,} has the key {shorten(repr(keys[0]), 60)} twice; of equal keys, the last one counts"
             )
 
     def schema(self) -> pa.Schema:
@@ -412,30 +403,29 @@ def _finite(digits: str) -> float:
 _JSON = json.JSONDecoder(parse_float=_finite)
 
 
-class _TwoKeys:
-    """Notes the first key that one object has twice."""
+def _noting_twice(keys: list[str]) -> json.JSONDecoder:
+    """A decoder that adds a key to `keys` if one object has it twice: the first one of each such object."""
 
-    def __init__(self) -> None:
-        self.key: str | None = None
-        # One call for each object takes a third longer than none.
-        self.decoder = json.JSONDecoder(parse_float=_finite, object_pairs_hook=self._object)
-
-    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def record_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
         record = dict(pairs)
-        if len(record) != len(pairs) and self.key is None:
-            keys = [key for key, _ in pairs]
-            self.key = next(key for place, key in enumerate(keys) if key in keys[:place])
+        if len(record) != len(pairs):
+            names = [key for key, _ in pairs]
+            keys.append(next(key for place, key in enumerate(names) if key in names[:place]))
         return record
 
-    @staticmethod
-    def place(lines: Sequence[bytes]) -> int:
-        """The first of these lines that has such an object."""
-        for place, line in enumerate(lines):
-            seen = _TwoKeys()
-            json_records([line], seen.decoder)
-            if seen.key is not None:
-                return place
-        raise LookupError("none of the lines has a key twice")
+    # One call for each object takes a third longer than none.
+    return json.JSONDecoder(parse_float=_finite, object_pairs_hook=record_of)
+
+
+def _first_with_twice(lines: Sequence[bytes]) -> int:
+    """The place of the first of these lines that has an object with a key twice; one of them has."""
+    keys: list[str] = []
+    decoder = _noting_twice(keys)
+    for place, line in enumerate(lines):
+        json_records([line], decoder)
+        if keys:
+            return place
+    raise LookupError("none of the lines has a key twice")
 
 
 def parse_json(line: bytes, decoder: json.JSONDecoder = _JSON) -> dict[str, object]:
@@ -503,11 +493,3 @@ def _parse_text(line: bytes) -> dict[str, object]:
         return {_COLUMN: line.removeprefix(BYTE_ORDER_MARK).removesuffix(b"\r").decode()}
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
-
-
-class OpenAIBatch(InputFormat):
-    """JSON lines with the columns of OpenAI's batch files."""
-
-    name = "openai"
-    read_as = JsonLines.name
-    columns = ("custom_id", "method", "url", "body")  # an input that has them all is a batch file

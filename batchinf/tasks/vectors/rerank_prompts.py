@@ -11,7 +11,7 @@ from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
-from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
+from batchinf.prompts.encoder import Side, begins_with_two, enough_tokens, show, side_of
 from batchinf.prompts.openai.lines import Truncation, unsupported
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
@@ -22,14 +22,6 @@ from batchinf.tasks.vectors.section import CROSS_ENCODER, pooling_of
 # One text, or a pair that the tokenizer joins.
 Input = str | tuple[str, str]
 _INPUTS_AT_ONCE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A row before its inputs are encoded."""
-
-    request: RerankRequest
-    inputs: list[Input]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,6 @@ class RerankPrompts(PromptBuilder):
         self._has_separator = pooling.use_sep_token is not False
         self._template = ChatTemplate(spec.input, tokenizer, begun_at) if spec.input.chat_template is not None else None
         self._has_types = "token_type_ids" in tokenizer.model_input_names
-        self._cutter = TextCutter(tokenizer)
         documents = (spec.input.documents_column, spec.input.document_column)
         self.task_columns = [column for column in documents if column is not None]
         self._side_of_lines = side_of(tokenizer)
@@ -69,24 +60,26 @@ class RerankPrompts(PromptBuilder):
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """See `PromptBuilder`. A row is an error row if one of its inputs gives no prompt."""
-        drafts = [self._read(row, max_model_len) for row in rows]
-        encoded = self._encode([text for draft in drafts if isinstance(draft, _Draft) for text in draft.inputs])
+        requests = [self._read(row, max_model_len) for row in rows]
+        encoded = self._encode([text for read in requests if not isinstance(read, RowError) for text in read[1]])
         prompts = []
-        for row, draft in zip(rows, drafts, strict=True):
-            if isinstance(draft, RowError):
-                prompts.append(Prompt(row.row_index, [], None, draft))
-            else:
-                encodings = list(itertools.islice(encoded, len(draft.inputs)))
-                prompts.append(self._prompt(row, draft.request, encodings, max_model_len))
+        for row, read in zip(rows, requests, strict=True):
+            if isinstance(read, RowError):
+                prompts.append(Prompt(row.row_index, [], None, read))
+                continue
+            request, inputs = read
+            encodings = list(itertools.islice(encoded, len(inputs)))
+            prompts.append(self._prompt(row, request, encodings, max_model_len))
         return self._adapter.apply(rows, prompts)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Row, max_model_len: int | None) -> _Draft | RowError:
+    def _read(self, row: Row, max_model_len: int | None) -> tuple[RerankRequest, list[Input]] | RowError:
+        """The request of a row and its inputs, or the row's error."""
         try:
             request = self._reader.read_row(row)
             _check_limits(request, max_model_len)
-            return _Draft(request, self._inputs(request, max_model_len))
+            return request, self._inputs(request, max_model_len)
         except RowFailed as failed:
             return failed.error
 
@@ -117,7 +110,7 @@ class RerankPrompts(PromptBuilder):
         of a prompt that is cut.
         """
         try:
-            text = self._cutter.cut(text, num_tokens, "right") if num_tokens else text
+            text = self._without_special.cut_text(text, num_tokens, "right") if num_tokens else text
             probed = None if max_model_len is None else self._encoder.probe(text, enough_tokens(max_model_len), side)
         except ValueError as error:
             raise RowFailed("tokenizer_error", f"the tokenizer failed: {error}") from None

@@ -229,7 +229,7 @@ _HARMONY_MARK = "<|message|>"
 _HARMONY_TRIAL = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
 
 
-class Reasoner:
+class VllmReasoner:
     """One reasoning parser with one tokenizer. Not thread-safe. Implements `replica.answers.Reasoner`."""
 
     def __init__(
@@ -317,10 +317,10 @@ class Reasoner:
         return number or None
 
 
-def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
-    """The `Reasoner` for a spec."""
+def reasoner_of(spec: JobSpec, tokenizer: Any) -> VllmReasoner:
+    """The parser of a spec's reasoning."""
     plugin = spec.engine.get("reasoning_parser_plugin")
-    return Reasoner(spec.model.reasoning_parser or "", tokenizer, spec.input.chat_template_kwargs or {}, plugin)
+    return VllmReasoner(spec.model.reasoning_parser or "", tokenizer, spec.input.chat_template_kwargs or {}, plugin)
 
 
 def check_known(field: str, name: str, known: Collection[str]) -> None:
