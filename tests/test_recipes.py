@@ -169,7 +169,7 @@ Command = Greet | ''',
 """,
     )
     path = "batchinf/coordinator/coordinator.py"
-    copy.replace(path, "from batchinf.replica.messages import ", "from batchinf.replica.messages import Greet, ")
+    copy.replace(path, "from batchinf.replica.messages import (", "from batchinf.replica.messages import (Greet,")
     copy.replace(
         path,
         "        self._assignment.note_ready()\n",

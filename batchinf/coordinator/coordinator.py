@@ -39,7 +39,7 @@ from batchinf.manifest.lines import Lowered, Platform, Retry
 from batchinf.manifest.names import staged_file
 from batchinf.manifest.state import State
 from batchinf.output.journal import drop, num_results
-from batchinf.output.replace import check_replaced, rows_of_other_images
+from batchinf.output.replace import check_replaced, other_images_note
 from batchinf.records import Part
 from batchinf.replica.messages import (
     DISK_ERROR,
@@ -67,7 +67,6 @@ _GATHER_S = 1e-5
 _LAST_STORE_S = 3.0
 _LEAST_STORE_S = 1.5
 _MOST_LINES = 8  # of replicas that come up at once
-_NAMED = 3  # rows that a line names
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
 HOPELESS_RATE = 0.5
@@ -371,13 +370,8 @@ class Coordinator:
         """Name the rows of a retry whose earlier results were of other images. Call it while both parts are there."""
         if self.retry is None or not self.job.spec.input.has_images:
             return
-        rows = [row for part in parts for row in rows_of_other_images(self.job.folder, part)]
-        if rows:
-            names = ", ".join(f"row {row}" for row in rows[:_NAMED]) + (", …" if len(rows) > _NAMED else "")
-            self._display.say(
-                f"note: {counted(len(rows), 'input row')} ran again with other images than before ({names}); the new "
-                "results replace the old ones"
-            )
+        if (note := other_images_note(self.job.folder, parts)) is not None:
+            self._display.say(note)
 
     def _num_inputs_of(self, shard: int) -> int:
         chosen = self.num_chosen

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import open_part
 from batchinf.base.storage import Folder, file_digest
+from batchinf.base.text import counted
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name, published_file, staged_file
 from batchinf.output.open_lease import OpenLease
@@ -24,6 +25,7 @@ from batchinf.tasks.columns import IMAGE_DIGESTS
 
 _SECOND_BOS_KEY = "batchinf.num_second_bos"
 _FEW_ROWS = 4096
+_NAMED = 3  # rows that a line names
 
 
 def retry_metadata(retry: Retry) -> dict[str, str]:
@@ -65,7 +67,19 @@ def damaged_part(path: pathlib.Path) -> OutputError:
     )
 
 
-def rows_of_other_images(folder: Folder, part: Part) -> list[int]:
+def other_images_note(folder: Folder, parts: Sequence[Part]) -> str | None:
+    """A line that names the rows of staged parts whose earlier results were of other images; None without any."""
+    rows = [row for part in parts for row in _rows_of_other_images(folder, part)]
+    if not rows:
+        return None
+    names = ", ".join(f"row {row}" for row in rows[:_NAMED]) + (", …" if len(rows) > _NAMED else "")
+    return (
+        f"note: {counted(len(rows), 'input row')} ran again with other images than before ({names}); the new results "
+        "replace the old ones"
+    )
+
+
+def _rows_of_other_images(folder: Folder, part: Part) -> list[int]:
     """The rows whose results without an error a staged part replaces by results of other images."""
     before = _image_digests(folder.path(published_file(part)))
     now = _image_digests(folder.path(staged_file(part)))

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import pathlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ _LONGEST_WORD_TOKENS = 1024
 
 # The packages whose distributions transformers looks up when it is imported. These have the packages' names.
 _LOOKED_UP = frozenset({"accelerate", "mistral_common", "torch"})
+_importing = threading.Lock()
 
 # A folder with a tokenizer has one of these. The tokenizer's own code is a file such as tokenization_chatglm.py.
 _TOKENIZER_FILES = ("tokeniz*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -118,14 +120,16 @@ class _Distributions(Mapping[str, list[str]]):
 def _distributions_when_needed() -> Iterator[None]:
     """Let transformers, which is imported here, not read the metadata of all installed packages.
 
-    It would do so for three of them, in each process: 0.5 s of processor time, a third of its import.
+    It would do so for three of them, in each process: 0.5 s of processor time, a third of its import. One thread at a
+    time, because its first import fails on two at once.
     """
-    read_all = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: _Distributions(read_all)
-    try:
-        yield
-    finally:
-        importlib.metadata.packages_distributions = read_all
+    with _importing:
+        read_all = importlib.metadata.packages_distributions
+        importlib.metadata.packages_distributions = lambda: _Distributions(read_all)
+        try:
+            yield
+        finally:
+            importlib.metadata.packages_distributions = read_all
 
 
 def show(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     enable_prefix_caching block_size distributed_executor_backend max_parallel_loading_workers cpu_offload_gb
     swap_space disable_custom_all_reduce enable_chunked_prefill async_scheduling enforce_eager compilation_config
     disable_log_stats scheduler_cls download_dir kv_offloading_size kv_offloading_backend worker_extension_cls
-    worker_cls max_loras max_cpu_loras max_lora_rank
+    worker_cls max_loras max_cpu_loras max_lora_rank watermark
     """.split()
 )
 

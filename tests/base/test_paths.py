@@ -93,7 +93,7 @@ COMMANDS = [
     "diff abfs://b/x out", "diff out abfs://b/x", "diff out out --out s3://b/x.parquet", "report out -o s3://b/x.html",
     "tune job.yaml --out s3://b/x",
     "init s3://b/x.yaml",
-    "init new.yaml --for generate --model model --data rows.jsonl --out s3://b/x",
+    "init new.yaml --for generate --model model --data rows.jsonl --out abfs://b/x",
 ]  # fmt: skip
 
 

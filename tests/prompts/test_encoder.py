@@ -22,6 +22,27 @@ import_utils.PACKAGE_DISTRIBUTION_MAPPING._read_all = read_all
 assert import_utils.PACKAGE_DISTRIBUTION_MAPPING["yaml"] == ["PyYAML"]
 """
 
+AT_ONCE = f"""
+import importlib.metadata
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from batchinf.prompts.encoder import load_tokenizer
+read_all = importlib.metadata.packages_distributions
+together = Barrier(4)
+def load(_):
+    together.wait()
+    return load_tokenizer({str(jobs.MODEL)!r}, False).encode("a")
+with ThreadPoolExecutor(4) as pool:
+    first, *others = pool.map(load, range(4))
+assert others == [first] * 3
+assert importlib.metadata.packages_distributions is read_all
+"""
+
+
+def test_threads_may_load_the_first_tokenizer_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, cwd=jobs.ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
 
 def test_no_metadata_of_all_packages_is_read_to_load_a_tokenizer() -> None:
     done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, cwd=jobs.ROOT, check=False)
