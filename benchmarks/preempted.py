@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scheduler_steps import arguments, request
 from vllm.v1.outputs import ModelRunnerOutput
@@ -56,7 +57,7 @@ def drive(watermark: float, prompts: Sequence[int], outputs: Sequence[int]) -> s
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         made.add_request(request(f"row {row}", [1] * prompt, False, max_tokens=output, ignore_eos=True))
     num_tokens = num_preempted = num_running = num_steps = 0
-    flying: deque[tuple[object, set[str]]] = deque()
+    flying: deque[tuple[Any, set[str]]] = deque()
     while made.requests:
         step = made.schedule()
         num_tokens += step.total_num_scheduled_tokens
