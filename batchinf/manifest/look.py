@@ -26,7 +26,7 @@ from batchinf.base.text import counted, size_text
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LOCK, not_begun_message
 from batchinf.manifest.names import part_name, published_file, readable_file
-from batchinf.manifest.state import State, read_jobs
+from batchinf.manifest.state import MANIFEST_FOLDER, State, read_jobs
 from batchinf.records import Part
 
 PATIENCE_S = 20.0
@@ -160,7 +160,7 @@ def _copy(url: str) -> str:
         own = url if job.slice is None else f"{url}/{job.slice.name}"
         chain = _chain(own)
         chain.read()
-        if chain.commits:
+        if chain.commits or job.folder.exists(MANIFEST_FOLDER):  # the bucket's job may be gone
             chain.restore(job.folder)
         _copy_files(Bucket(own, PATIENCE_S), job.folder, ("status.json", "job.yaml", LOCK))
     return str(root.root)

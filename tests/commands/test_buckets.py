@@ -53,6 +53,22 @@ def test_a_whole_job_is_whole(url: str, environment: dict[str, str], tmp_path: p
     assert not list((tmp_path / "cache").rglob("*.parquet"))
 
 
+def test_validate_asks_the_bucket_and_not_the_work_folder(
+    url: str, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    spec = stores.spec_of(tmp_path, url, input={"limit": 30})
+    jobs.finish(spec, **environment)
+    other_machine = ("--set", f"output.work_dir={tmp_path / 'elsewhere'}")
+    for options in ((), other_machine):
+        shown = jobs.run("validate", spec, *options, **environment)
+        assert f"\noutput {url}: the job there is done" in shown.stdout, shown.stderr
+    stores.file_system().delete_dir_contents(url.removeprefix("s3://"))
+    stores.spec_of(tmp_path, url, input={"limit": 20})
+    for options in ((), other_machine):
+        shown = jobs.run("validate", spec, *options, **environment)
+        assert f"\noutput {url}: a new job" in shown.stdout, shown.stderr
+
+
 def test_damage_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url)
     jobs.finish(spec, **environment)

@@ -41,6 +41,7 @@ from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import naming_lines, open_input, prepare_job
 from batchinf.job.resolve import with_known_numbers
 from batchinf.job.sample import hopeless, sampled_rows
+from batchinf.manifest.look import Look
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
@@ -69,8 +70,9 @@ def validate_job(
     The rows that are shown are the named ones; else the first `num_rows`, or as many at random if there is a seed.
     The last check is that not all rows of the sample would be error rows.
     """
-    folder = Folder(file.spec.output.folder)
-    state = read_state(folder)
+    output = file.spec.output
+    begun = Folder(Look(output.path).root if output.is_bucket else output.folder)
+    state = read_state(begun)
     remarks: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         job = _open(file, state, pathlib.Path(scratch), remarks)
@@ -99,7 +101,7 @@ def validate_job(
         yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
         copy_bytes = sum(file.stat().st_size for file in pathlib.Path(scratch).glob("*.rows"))  # as in the job's folder
-        yield _output(job, state, chosen, copy_bytes=copy_bytes)
+        yield _output(job, state, chosen, begun, copy_bytes=copy_bytes)
         _refuse_hopeless(lengths, job.spec)
 
 
@@ -292,14 +294,15 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
-def _output(job: Job, state: State | None, chosen: Choice | None, *, copy_bytes: int) -> OutputFound:
+def _output(job: Job, state: State | None, chosen: Choice | None, begun: Folder, *, copy_bytes: int) -> OutputFound:
+    """begun: the folder with the manifest; of a job in a bucket, that of a copy."""
     folder = Folder(job.spec.output.folder)
     name = job.spec.output.path if job.spec.output.is_bucket else str(folder.root)
     output = OutputFound(name, others_note=others_note(folder) if state is None else None)
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
         output = dataclasses.replace(output, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
-    if (cut := read_cut(str(folder.root))) is not None:
+    if (cut := read_cut(str(begun.root))) is not None:
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
     if state is not None and state.is_done:
         return output
