@@ -155,8 +155,9 @@ def test_engines_stay_up_for_an_attempt(victim: str, two_nodes: TestCluster, tmp
     assert {row["attempts"] >= 3 for row in rows if row["row_index"] < 60} == {True}
     assert [retry.attempt for retry in jobs.state_of(out).retries.values()] == [1, 2]
     assert jobs.state_of(out).of(StartedReplica) == []
-    groups = {event["identity"]["group"] for event in jobs.events_of(out, "replica_started")}
-    assert len(groups) == {"": 2, "replica": 3, "driver": 4}[victim]
+    groups = [event["identity"]["group"] for event in jobs.events_of(out, "replica_started")]
+    # After a death, a short attempt may end before the new engine is up, which the next attempt then starts again.
+    assert len({*groups}) == 2 if not victim else 2 < len({*groups}) < len(groups)
 
 
 @pytest.mark.parametrize("has_answered", [True, False])
