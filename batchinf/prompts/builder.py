@@ -216,7 +216,7 @@ class PromptBuilder:
             ids = None if most is None else self._ids_of_long(text, encoder, most)
         except RowFailed as failed:
             return Draft(None, failed.error, sampling=sampling, request=request)
-        return Draft(text, ids, encoder if ids is None else None, sampling, request)
+        return Draft(text, ids, encoder if ids is None else None, sampling=sampling, request=request)
 
     def _ids_of_long(self, text: str, encoder: Encoder, max_model_len: int) -> list[int] | None:
         """The ids of a piece of a text that is too long, so that the rest is not tokenised; None of another text.
