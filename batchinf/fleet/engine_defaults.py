@@ -42,8 +42,8 @@ _CORES_PER_REPLICA = 4
 # For a second engine on a device. It is up 16 s after the first, or 50 s without compiled kernels. It pays if the input
 # keeps one engine busy for more than 2 minutes.
 LEAST_INPUT_BYTES = 200 << 20
-# The prefix cache takes a fifth of an embedding job's speed, in Python, and 0.14 to 0.23 of that of a job with recurrent
-# layers (benchmarks/RESULTS.md). It pays if it saves that share of the prompts.
+# The prefix cache takes a fifth of an embedding job's speed, in Python, and 0.14 to 0.23 of that of a job with
+# recurrent layers (benchmarks/RESULTS.md). It pays if it saves that share of the prompts.
 _LEAST_SHARED = 0.2
 # Share of the cache that vLLM leaves to running rows before it admits a prompt. Where the cache limits a job, rows are
 # computed again less often (benchmarks/RESULTS.md); elsewhere it changes nothing.
