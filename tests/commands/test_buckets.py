@@ -69,6 +69,20 @@ def test_validate_asks_the_bucket_and_not_the_work_folder(
         assert f"\noutput {url}: a new job" in shown.stdout, shown.stderr
 
 
+def test_validate_makes_its_other_checks_if_the_bucket_refuses_it(
+    url: str, store: stores.Proxy, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    spec = stores.spec_of(tmp_path, url, input={"limit": 30})
+    jobs.finish(spec, **environment)
+    store.fault = lambda method, path: "403"
+    shown = jobs.run("validate", spec, **environment)
+    assert shown.returncode == 0, shown.stderr
+    [warning] = [line for line in shown.stdout.splitlines() if line.startswith("warning: whether a job has begun in")]
+    assert f"{url}/cut.json: " in warning and "check that the key is right" in warning
+    assert f"\noutput {url}: a new job\n" in shown.stdout
+    assert "\nprompt lengths" in shown.stdout
+
+
 def test_damage_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url)
     jobs.finish(spec, **environment)

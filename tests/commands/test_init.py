@@ -20,6 +20,7 @@ import jobs
 from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init.columns import look_at
 from batchinf.commands.init.init import _TAKEN, InitRequest, has_chat_template, write_spec
+from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.purposes import PURPOSES
 from batchinf.tasks.registry import task_of
@@ -345,8 +346,7 @@ def test_an_output_in_a_bucket(out: str, tmp_path: pathlib.Path) -> None:
     done = jobs.run("init", tmp_path / "job.yaml", "--for", "generate", "--data", QUESTIONS, "--model", jobs.MODEL,
                     "--out", out)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["output"]["path"] == out
-    batchinf.validate(tmp_path / "job.yaml")
+    assert read_spec(tmp_path / "job.yaml").spec.output.path == out
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Literal
 
+from batchinf.base.bucket import StoreError
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
@@ -57,6 +58,7 @@ from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile, retried_structures
 from batchinf.spec.job import JobSpec
+from batchinf.spec.output import OutputSpec
 from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30  # assumed room in tokens if it is unknown
@@ -70,11 +72,10 @@ def validate_job(
     The rows that are shown are the named ones; else the first `num_rows`, or as many at random if there is a seed.
     The last check is that not all rows of the sample would be error rows.
     """
-    output = file.spec.output
-    begun = Folder(Look(output.path).root if output.is_bucket else output.folder)
-    state = read_state(begun)
     remarks: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
+        begun = _begun(file.spec.output, Folder(pathlib.Path(scratch) / "unknown"), remarks)
+        state = read_state(begun)
         job = _open(file, state, pathlib.Path(scratch), remarks)
         opened.callback(job.source.close)
         yield SpecFound(str(file.path))
@@ -107,6 +108,19 @@ def validate_job(
 
 def _warnings(texts: Iterable[str]) -> Iterator[Remark]:
     return (Remark("warning", text) for text in texts)
+
+
+def _begun(output: OutputSpec, unknown: Folder, remarks: list[str]) -> Folder:
+    """The folder with the job's manifest; of a job in a bucket, that of a copy, and `unknown` if it does not answer."""
+    if not output.is_bucket:
+        return Folder(output.folder)
+    try:
+        return Folder(Look(output.path).root)
+    except StoreError as error:
+        remarks.append(
+            f"warning: whether a job has begun in the output is not known, and what follows is of a new one: {error}"
+        )
+        return unknown
 
 
 def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: list[str]) -> Job:
