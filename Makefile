@@ -39,8 +39,8 @@ help:
 	@echo 'make soak         MINUTES=30 of jobs of real processes that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make model        KILLS=10000 at steps of tiny jobs and at random times, each followed by a comparison of all rows'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
-	@echo 'make lint         ruff, mypy, the order of imports, and the size of each package'
-	@echo 'make format       ruff formats and mends'
+	@echo 'make lint         ruff, mypy, the order of imports, the size of each package, and the map of the modules'
+	@echo 'make format       ruff formats and mends; batchinf/README.md, the map of the modules, is written anew'
 	@echo 'make docs         the documents as a site, in build/site; make docs-serve shows it at http://127.0.0.1:8000'
 	@echo 'make install      the virtual environment alone'
 	@echo 'make lock         resolve both lock files anew, with uv'
@@ -146,10 +146,13 @@ lint: install
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/python benchmarks/house.py --budget
+	$(VENV)/bin/python benchmarks/house.py --map | diff batchinf/README.md - || { \
+	    echo 'batchinf/README.md differs from the docstrings of the modules: make format writes it'; exit 1; }
 
 format: install
 	$(VENV)/bin/python -m ruff check --fix-only --quiet
 	$(VENV)/bin/python -m ruff format
+	$(VENV)/bin/python benchmarks/house.py --map >batchinf/README.md
 
 # Strict: a warning, such as one of a link without a target, is an error. The tests build the site too.
 docs docs-serve: export NO_MKDOCS_2_WARNING = 1

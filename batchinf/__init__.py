@@ -2,7 +2,7 @@
 
     import batchinf
 
-    summary = batchinf.run("job.yaml")        # or a mapping, or a JobSpec; the same call resumes the job
+    results = batchinf.run("job.yaml")        # or a mapping, or a JobSpec; the same call resumes the job
     rows = batchinf.open("out/my-job").table()
 
 `batchinf.api` has the functions, `batchinf.results` the reader, `batchinf.base.errors` the exceptions.
@@ -47,6 +47,7 @@ __all__ = [
     "OutputError",
     "PlanReport",
     "Results",
+    "RunResults",
     "SpecError",
     "StatusReport",
     "Summary",

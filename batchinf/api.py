@@ -1,10 +1,10 @@
 """Jobs from Python: `batchinf.run`, `validate`, `plan`, `tune`, `status` and `open`, as on the command line.
 
     try:
-        summary = batchinf.run({"model": "my-model", "input": {"path": "rows.jsonl"}, "output": {"path": "out/rows"}})
+        results = batchinf.run({"model": "my-model", "input": {"path": "rows.jsonl"}, "output": {"path": "out/rows"}})
     except batchinf.Interrupted:
         ...                                   # the same call resumes the job
-    texts = summary.results.table(["id", "text"]).to_pandas()
+    texts = results.table(["id", "text"]).to_pandas()
 
 A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec`. Errors are the exceptions of
 `batchinf.base.errors`.
@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import UserError
-from batchinf.base.paths import check_caches, check_is_here
+from batchinf.base.parquet import absolute
+from batchinf.base.paths import check_caches, check_is_here, is_bucket
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
@@ -49,6 +50,7 @@ __all__ = [
     "JobStatus",
     "PlanReport",
     "Results",
+    "RunResults",
     "StatusReport",
     "Summary",
     "TuneReport",
@@ -84,8 +86,8 @@ def run(
     quiet: bool = False,
     stop: threading.Event | None = None,
     display: ProgressDisplay | None = None,
-) -> Summary:
-    """Run a job, or resume an unfinished one. Returns when all rows are done.
+) -> "RunResults":
+    """Run a job, or resume an unfinished one. Returns its output when all rows are done.
 
     spec: a YAML file, a mapping, or a `JobSpec`. overrides: fields to set, as `{"sampling.max_tokens": 64}`, or as
     texts like those of `--set`. retry: `errors`, or an SQL expression over the output columns; these rows of a finished
@@ -136,7 +138,28 @@ def run(
                 input=None if input is None else os.fspath(input),
                 check_id=functools.partial(check_push, file),
             )
-        return push_output(file, summary, display.say, stop)
+        return RunResults(push_output(file, summary, display.say, stop))
+
+
+class RunResults(Results):
+    """The output of a run, as of `batchinf.open`, with the run's summary. `print`, and a notebook, show its lines.
+
+    The output is read when it is first used. Then, without rows in the input, OutputError says that there is no job.
+    """
+
+    def __init__(self, summary: Summary) -> None:
+        self.summary = summary
+        # A program may change its folder before it reads.
+        self._out = summary.folder if is_bucket(summary.folder) else absolute(summary.folder)
+
+    def __getattr__(self, name: str) -> Any:  # Python asks it for names that `Results` has not set yet
+        if name.startswith("_") or "parts" in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        super().__init__(self._out)
+        return getattr(self, name)
+
+    def __repr__(self) -> str:
+        return "\n".join(self.summary.lines())
 
 
 def validate(

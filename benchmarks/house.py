@@ -1,8 +1,9 @@
-"""Measure the sizes of the package, and hold its code lines against their budget.
+"""Measure the sizes of the package, hold its code lines against their budget, and write its map.
 
 python benchmarks/house.py                      # this checkout
 python benchmarks/house.py --compare ../other   # beside another one, such as an earlier commit in a worktree
 python benchmarks/house.py --budget             # fail if a package has more code lines than pyproject.toml allows
+python benchmarks/house.py --map                # batchinf/README.md, which `make format` writes and `make lint` checks
 """
 
 import argparse
@@ -21,7 +22,11 @@ def main() -> None:
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[1])
     parser.add_argument("--compare", type=pathlib.Path, metavar="OTHER_ROOT", help="a second tree, in a second column")
     parser.add_argument("--budget", action="store_true", help="hold the code lines of each package against its budget")
+    parser.add_argument("--map", action="store_true", help="print each module with the first words of its docstring")
     args = parser.parse_args()
+    if args.map:
+        print("\n".join(map_of(House.read(args.root.resolve()))))
+        return
     if args.budget:
         sys.exit("\n".join(over_budget(House.read(args.root.resolve()))) or 0)
     roots = [root.resolve() for root in (args.root, args.compare) if root is not None]
@@ -65,6 +70,26 @@ def sizes(house: House) -> dict[str, int | str]:
         "largest folder, modules": f"{num_largest}, {largest}",
         "longest file, lines": max(num_lines.values()),
     }
+
+
+def map_of(house: House) -> list[str]:
+    """The lines of batchinf/README.md: each folder and each module, with the first paragraph of its docstring."""
+    lines = ["# The modules of batchinf", "", "Written by `make format` from the docstrings of the modules."]
+    for folder in sorted({path.parent for path in house.texts}):
+        lines += [
+            "",
+            f"## {pathlib.Path('batchinf') / folder}",
+            "",
+            _first_words(house.trees[folder / "__init__.py"]),
+            "",
+        ]
+        modules = [path for path in house.texts if path.parent == folder and path.name != "__init__.py"]
+        lines += [f"- `{path.name}`: {_first_words(house.trees[path])}" for path in modules]
+    return lines
+
+
+def _first_words(tree: ast.Module) -> str:
+    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
 
 
 def over_budget(house: House) -> list[str]:

@@ -31,11 +31,13 @@ def spec(folder: pathlib.Path, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], batchinf.Summary, list[batchinf.JobStatus]]:
+def done(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], batchinf.RunResults, list[batchinf.JobStatus]]:
     """A job that ran on another thread, with its summary and the calls of its progress callback."""
     given = spec(tmp_path_factory.mktemp("api"), **QUICK)
     seen: list[batchinf.JobStatus] = []
-    found: list[batchinf.Summary] = []
+    found: list[batchinf.RunResults] = []
     thread = threading.Thread(target=lambda: found.append(batchinf.run(given, progress=seen.append, quiet=True)))
     thread.start()
     thread.join()
@@ -43,16 +45,35 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], batc
 
 
 def test_a_job_of_another_thread_is_done(done: Any) -> None:
-    given, summary, seen = done
+    given, results, seen = done
+    summary = results.summary
     assert (summary.num_rows, summary.num_errors, summary.was_done) == (jobs.num_fewer, 0, False)
     assert seen[-1].state == "done"
     assert seen[-1].num_rows_done == jobs.num_fewer
-    assert summary.results.table().num_rows == jobs.num_fewer
+    assert results.table().num_rows == jobs.num_fewer
     assert batchinf.status(given["output"]["path"]).jobs[0].activity == "done"
-    assert str(summary).startswith(f"done: {jobs.num_fewer} output rows")
+    assert str(results).startswith(f"done: {jobs.num_fewer} output rows")
     state = str(batchinf.status(given["output"]["path"])).splitlines()
     assert state[0] == f"{given['output']['path']}: done"
     assert state[2].startswith(f"committed: {jobs.num_fewer} of {jobs.num_fewer} output rows")
+
+
+def test_a_run_returns_results_that_are_read_when_they_are_used(
+    done: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, *_ = done
+    monkeypatch.chdir(pathlib.Path(given["output"]["path"]).parent)
+    results = batchinf.run(given, overrides={"output.path": "out"}, quiet=True)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(results, batchinf.Results) and len(results) == results.summary.num_rows == jobs.num_fewer
+    with pytest.raises(AttributeError, match="'RunResults' object has no attribute 'tabel'"):
+        results.tabel  # type: ignore[attr-defined]  # noqa: B018
+    (tmp_path / "rows.jsonl").write_text("")
+    nothing = batchinf.run({**given, "input": {"path": "rows.jsonl"}}, overrides={"output.path": "new"}, quiet=True)
+    assert repr(nothing).startswith("done: rows.jsonl has no rows") and nothing.summary.num_rows == 0
+    for _ in range(2):
+        with pytest.raises(batchinf.OutputError, match="new holds no job"):
+            len(nothing)
 
 
 def test_calls_leave_no_open_file(done: Any) -> None:
@@ -60,7 +81,7 @@ def test_calls_leave_no_open_file(done: Any) -> None:
     gc.collect()
     before, kept = psutil.Process().num_fds(), []
     for _ in range(3):
-        assert batchinf.run(given, quiet=True).was_done
+        assert batchinf.run(given, quiet=True).summary.was_done
         with pytest.raises(batchinf.DriftError) as refused:
             batchinf.run(given, overrides={"sampling.max_tokens": 3}, quiet=True)
         kept.append(refused)  # its frames have the backend
@@ -72,7 +93,7 @@ def test_a_spec_may_be_a_mapping_a_file_or_an_object(done: Any, tmp_path: pathli
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(given))
     for form in (given, path, str(path), batchinf.JobSpec.model_validate(given)):
-        assert batchinf.run(form, quiet=True).was_done
+        assert batchinf.run(form, quiet=True).summary.was_done
         with pytest.raises(batchinf.DriftError):
             batchinf.run(form, overrides={"sampling.max_tokens": 3}, quiet=True)
     with pytest.raises(batchinf.SpecError, match="must be the path of a YAML file"):
@@ -81,7 +102,7 @@ def test_a_spec_may_be_a_mapping_a_file_or_an_object(done: Any, tmp_path: pathli
 
 def test_one_text_in_place_of_several_is_one(done: Any) -> None:
     given, *_ = done
-    assert batchinf.run(given, overrides="checkpoint_interval_s=3", quiet=True).was_done
+    assert batchinf.run(given, overrides="checkpoint_interval_s=3", quiet=True).summary.was_done
     assert [row.id for row in batchinf.validate(given, rows="en-0041").rows] == ["en-0041"]
     assert batchinf.open(given["output"]["path"]).table(name for name in ["id", "text"]).num_columns == 2  # type: ignore[arg-type]
     with pytest.raises(batchinf.UserError, match="retry: got true or false; must be `errors`, or an SQL expression"):

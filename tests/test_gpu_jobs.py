@@ -49,7 +49,7 @@ def test_validate_has_no_warning(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_job_runs(name: str, tmp_path: pathlib.Path) -> None:
     path, changes = GPU / name, overrides_of(name, tmp_path)
-    summary = batchinf.run(path, overrides=changes, quiet=True)
+    summary = batchinf.run(path, overrides=changes, quiet=True).summary
     assert (summary.num_rows, summary.num_errors) == (20, 0)
     if name == "hub_dataset.yaml":
         rows = jobs.rows_of(tmp_path / "out")

@@ -80,9 +80,9 @@ def test_an_interrupted_cell_stops_its_job_and_the_next_one_goes_on(
     assert "Interrupted: stopped on SIGINT" in shown
     assert not jobs.replicas_of(notebook.pid)
     assert "stopped" in notebook.run("batchinf.status('out').jobs[0].activity")
-    shown = notebook.run("spec['scripted']['step_s'] = 0.0; summary = batchinf.run(spec); summary")
+    shown = notebook.run("spec['scripted']['step_s'] = 0.0; results = batchinf.run(spec); results")
     assert "done: 60 output rows, 0 of them errors" in shown
-    assert notebook.run("print(len(summary.results.table(['text'])))").strip() == "60"
+    assert notebook.run("print(len(results.table(['text'])))").strip() == "60"
     shown = notebook.run(
         "seen = []; batchinf.run(spec, fresh=True, quiet=True, progress=lambda now: seen.append(now.state)); seen[-1]"
     )

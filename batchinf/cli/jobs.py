@@ -1,4 +1,4 @@
-"""The commands that take a spec: each makes, checks, plans or runs a job."""
+"""The commands that take a spec: each makes, checks, plans or runs a job, and prints the report of it."""
 
 import contextlib
 import json
@@ -116,7 +116,7 @@ def _run(
             extend=extend,
             slice=slice_,
             display=display,
-        )
+        ).summary
     print_lines(summary.lines())
 
 
@@ -163,7 +163,7 @@ def _run_batch(
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
         with following(run.folder, run.output) if follows else contextlib.nullcontext():
-            summary = api.run(run.spec)
+            summary = api.run(run.spec).summary
         exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
     check_lines(summary)

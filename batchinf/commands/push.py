@@ -98,7 +98,8 @@ def _push(question: Mapping[str, Any]) -> str:
     shutil.rmtree(folder, ignore_errors=True)  # of a push that was killed
     request = ExportRequest(to=HuggingFaceExport.name, path=folder, num_files=question["num_files"], split=target.split)
     export_job(question["out"], request)
-    return f"pushed to the hub: {dataset.push(folder, again)}"
+    invented = "" if results.spec.get("scripted") is None else " (its answers are invented: the spec has `scripted`)"
+    return f"pushed to the hub: {dataset.push(folder, again)}{invented}"
 
 
 def _end_with(parent: int) -> None:

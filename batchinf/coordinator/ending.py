@@ -35,7 +35,6 @@ from batchinf.output import journal
 from batchinf.output.counts import error_rows
 from batchinf.output.remarks import remarks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.results import Results
 from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.input import InputSpec
@@ -54,7 +53,7 @@ _ENDED_CHARS = 300
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines."""
+    """The totals of a finished job. `print`, and a notebook, show its closing lines."""
 
     folder: str
     """The job's folder, or the slice's."""
@@ -88,11 +87,6 @@ class Summary:
     """The command that runs the error rows again; empty without such rows, and for a spec from Python."""
     has_begun: bool = True
     """False if the input has no rows; then all numbers are 0."""
-
-    @property
-    def results(self) -> Results:
-        """The output, as of `batchinf.open`."""
-        return Results(self.folder)
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

@@ -1,4 +1,7 @@
-"""Runs a job: checks it, takes the lock, starts it, runs its rows and its retries, and makes the summary."""
+"""Runs a job: checks it, takes the lock, starts it, runs its rows, tries rows again, and makes the summary.
+
+It decides whether another retry follows. `retry` chooses the rows of one.
+"""
 
 import contextlib
 import functools

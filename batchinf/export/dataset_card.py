@@ -34,6 +34,8 @@ def card_of(job: ExportedJob, num_rows: int, where: str | None, *, split: str, i
         "device": made_with.get("device", "unknown"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
+    if job.spec.scripted is not None:
+        facts["answers"] = "invented by the scripted engine"
     data = [{"config_name": "default", "data_files": [{"split": split, "path": f"{DATA}/*.parquet"}]}]
     head = yaml.safe_dump({"configs": data, "tags": ["batchinf"]}, sort_keys=False)
     own = job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)

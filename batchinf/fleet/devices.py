@@ -1,4 +1,4 @@
-"""Devices of replicas, on any backend: the slot of each replica, looks at devices, and other platforms than before.
+"""Devices of replicas, on any backend: the slot of each replica, their load and memory, and other platforms.
 
 A platform is a device with software versions. The manifest has each platform once, and each part has its own.
 """

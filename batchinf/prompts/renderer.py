@@ -1,4 +1,4 @@
-"""Makes the text of a prompt from a row, or takes its token ids, and names the columns that this needs."""
+"""Makes the text of a prompt from a row and its tools, or takes its token ids. Names the columns that this needs."""
 
 import contextlib
 import difflib

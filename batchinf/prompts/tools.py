@@ -1,4 +1,4 @@
-"""Reads the tools of a row or of the spec. Finds the parser of a model's calls, for `model.tool_parser: auto`."""
+"""The tools of a prompt, by the spec or a row. Finds the parser of a model's calls, for `model.tool_parser: auto`."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Reads specs from YAML files or from Python: parses, checks, applies overrides; errors have line and column."""
+"""Reads specs from YAML files or from Python: parses, takes in `{file: PATH}`, checks, overrides, locates errors."""
 
 import os
 import re

@@ -179,7 +179,7 @@ def test_a_folder_whose_name_looks_like_a_url_is_a_folder(
     others = {"job": f"{folder}/a", "on": "id"}
     pq.write_table(pa.Table.from_pylist([*rows, {"id": "x", "prompt": "Say x"}]), pathlib.Path("more.parquet"))
     new = {"input.path": "more.parquet", "input.exclude": others, "output.path": f"{folder}/b"}
-    assert batchinf.run(spec, overrides={**common, **new}, quiet=True).results.table().num_rows == 1
+    assert batchinf.run(spec, overrides={**common, **new}, quiet=True).table().num_rows == 1
     assert batchinf.open(f"{folder}/a").dataset().num_rows == 12
     for command in ("check --deep", "head", "report", "head --row 3", "status"):
         monkeypatch.setattr(sys, "argv", ["batchinf", *command.split(), f"{folder}/a"])

@@ -83,7 +83,9 @@ def test_from_a_dataset_to_a_dataset(hub: Hub, tmp_path: pathlib.Path) -> None:
 
     card = hub.files(NAME)["README.md"].decode()
     job_id = batchinf.open(tmp_path / "out").job_id
-    facts = f"| model | `{jobs.MODEL}`", f"| rows | {jobs.num_fewer} |"
+    invented = "| answers | invented by the scripted engine |"
+    assert "(its answers are invented: the spec has `scripted`)" in done.stdout
+    facts = invented, f"| model | `{jobs.MODEL}`", f"| rows | {jobs.num_fewer} |"
     for words in (*facts, "tokens/s in its last run", "batchinf 0.1", job_id):
         assert words in card
     assert "repository: me/answers" in card and "path: me/prompts" in card

@@ -48,7 +48,7 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     sections = {"input": where, "output": output, "max_error_rate": 0.5, **QUICK}
     spec = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text())
     seen: list[batchinf.JobStatus] = []
-    summary = batchinf.run(spec, quiet=True, progress=seen.append)
+    summary = batchinf.run(spec, quiet=True, progress=seen.append).summary
     # The rate counts the last rows, also of a job of less than a second.
     assert (seen[-1].state, (seen[-1].output_tokens_per_s or 0) > 0) == ("done", True)
     assert [(one.error_type, one.num_rows, one.first_row) for one in summary.errors] == [
@@ -59,7 +59,7 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     assert lines[-3].startswith("2 × prompt_too_long: got 100,000 characters")
     assert lines[-2] == "1 × empty_prompt: the prompt is an empty string (as in row_index 1)"
     assert lines[-1] == f"next: batchinf head '{tmp_path}/my out' --errors"
-    again = batchinf.run(tmp_path / "job.yaml", quiet=True)
+    again = batchinf.run(tmp_path / "job.yaml", quiet=True).summary
     assert again.lines()[-2:] == [
         lines[-1],
         f"run the error rows again: batchinf run {tmp_path}/job.yaml --retry errors",
@@ -71,7 +71,7 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
         summary.num_prompt_tokens,
         summary.num_output_tokens,
     ]
-    again = batchinf.run(spec, quiet=True)
+    again = batchinf.run(spec, quiet=True).summary
     assert (again.was_done, again.speed, again.errors) == (True, None, summary.errors)
     with pytest.raises(batchinf.ErrorRateExceeded, match="2 × prompt_too_long: got 100,000"):
         batchinf.run(spec, overrides={"max_error_rate": 0}, quiet=True)
@@ -92,8 +92,8 @@ def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, caps
     where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None, "format": "openai"}
     sections = {"input": where, "output": {"keep_columns": []}, "max_error_rate": 1, "sampling": None, **QUICK}
     spec = jobs.spec_of(tmp_path, **sections)
-    summary = batchinf.run(spec, quiet=True)
-    rows = {row["row_index"]: row["error_message"] or "" for row in summary.results.table().to_pylist()}
+    summary = batchinf.run(spec, quiet=True).summary
+    rows = {row["row_index"]: row["error_message"] or "" for row in batchinf.open(summary.folder).table().to_pylist()}
     told = {one.first_row: one.num_rows for one in summary.errors}
     assert told == {0: 5, 5: 3, 8: 2, 10: 1, 11: 1, 12: 1, 13: 1}
     assert sum(told.values()) == len(bodies) == summary.num_errors
@@ -150,11 +150,11 @@ def test_a_stop_says_what_is_kept(
     # The journal is empty if the job was stopped just when it had committed a part.
     assert (f"not committed yet: {in_journal}" in str(report)) == (num_kept > 0)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
-    summary = batchinf.run(spec, overrides={"scripted.step_s": 0.0})
+    summary = batchinf.run(spec, overrides={"scripted.step_s": 0.0}).summary
     in_parts = [f"{counted(num_rows, 'output row')} in parts"] if num_rows else []
     from_journal = [f"{counted(num_kept, 'row')} from the journal"] if num_kept else []
     assert summary.remarks == (f"from earlier runs: {', '.join([*in_parts, *from_journal])}",)
-    assert not [line for line in batchinf.run(spec, quiet=True).lines() if "earlier runs" in line]
+    assert not [line for line in batchinf.run(spec, quiet=True).summary.lines() if "earlier runs" in line]
     assert (f" of them done, {in_journal}; " in capfd.readouterr().err) == (num_kept > 0)
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
     assert recovered == num_kept
@@ -248,7 +248,7 @@ def test_a_job_killed_when_it_was_done_is_tidied_up_by_the_next_start(tmp_path: 
         for name, content in left.items():
             (out / name).parent.mkdir(exist_ok=True)
             (out / name).write_bytes(content)
-        assert batchinf.run(spec, quiet=True).was_done
+        assert batchinf.run(spec, quiet=True).summary.was_done
         assert not [name for name in left if (out / name).exists()]
     assert not (out / ".tmp-fresh").exists()
 
@@ -260,7 +260,7 @@ def test_nothing_is_tidied_up_while_a_process_may_hold_the_job(tmp_path: pathlib
     left = {"lock": elsewhere.encode(), "staging/000000": b"left", ".tmp-1-status.json": b"{}"}
     for name, content in left.items():
         (out / name).write_bytes(content)
-    assert batchinf.run(spec, quiet=True).was_done
+    assert batchinf.run(spec, quiet=True).summary.was_done
     assert {name: (out / name).read_bytes() for name in left} == left
 
 

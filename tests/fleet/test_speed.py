@@ -133,7 +133,7 @@ def test_a_full_cache_at_high_utilization_and_in_fp8() -> None:
 
 
 def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: pathlib.Path) -> None:
-    summary = batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
+    summary = batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True).summary
     state = read_state(Folder(tmp_path / "out"))
     assert state is not None
     found = state.speed
@@ -150,7 +150,7 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
 def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     # All outputs of a batch end in the same step, so that nearly every sample sees a full batch.
     script = {"max_num_seqs": 64, "step_s": 0.02, "vary_lengths": False}
-    summary = batchinf.run(jobs.spec_of(tmp_path, **{**QUICK, "scripted": script}), quiet=True)
+    summary = batchinf.run(jobs.spec_of(tmp_path, **{**QUICK, "scripted": script}), quiet=True).summary
     assert summary.speed is not None and summary.speed.bottleneck is not None
     # All 64 sequences run, and the scripted engine has no cache to fill.
     assert summary.speed.bottleneck.kind == "sequences"
