@@ -256,6 +256,8 @@ class Sharing:
     """Pending and outstanding rows."""
     are_few: bool
     """So few rows are left that no replica may hold more than its engine runs."""
+    is_alone: bool = False
+    """No other replica is up or will be: leases are whole shards, for rows need not be shared."""
 
     @classmethod
     def of(
@@ -270,8 +272,9 @@ class Sharing:
         windows = sum(load.window_rows for load in accepting)
         windows += num_absent * max((load.window_rows for load in accepting), default=0)
         # One replica alone shares with none, so nothing is gained if rows wait here and not in its own queue.
-        are_few = len(replicas) + num_absent > 1 and left_rows < FEW_WINDOWS * windows
-        return cls(max(1, len(accepting) + num_awaited), left_rows, are_few)
+        is_alone = len(replicas) + num_absent == 1
+        are_few = not is_alone and left_rows < FEW_WINDOWS * windows
+        return cls(max(1, len(accepting) + num_awaited), left_rows, are_few, is_alone)
 
     @property
     def share(self) -> int:
@@ -279,7 +282,9 @@ class Sharing:
         return -(-self.left_rows // self.num_replicas)
 
     def lease_rows(self, pending: PendingRows) -> int:
-        """The rows of the next lease, at least 1."""
+        """The most rows of the next lease, at least 1."""
+        if self.is_alone:
+            return max(1, pending.num_rows)
         part = _PART_OF_FEW if self.are_few else _PART_OF_MANY
         return max(1, math.ceil(part * pending.num_rows / self.num_replicas))
 

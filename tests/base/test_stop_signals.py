@@ -258,6 +258,34 @@ def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Pat
     assert done.returncode == 75
 
 
+BUILDS_A_CLASS = """
+import importlib.abc, os, signal, sys
+import batchinf.__main__, pydantic_core
+
+class Signals:
+    def __hash__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1
+
+class Before(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "batchinf.commands.plan.plan":
+            pydantic_core.SchemaValidator({"type": "literal", "expected": [Signals()]})
+
+sys.meta_path.insert(0, Before())
+sys.argv = ["batchinf", "run", "no-such.yaml"]
+batchinf.__main__.main()
+"""
+
+
+def test_a_signal_while_pydantic_builds_a_class_of_the_spec() -> None:
+    """pydantic raises an error of its own if an interruption comes while it hashes a value."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUILDS_A_CLASS], cwd=jobs.ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.splitlines()[0]) == (75, "stopped on SIGTERM"), done.stderr
+
+
 @pytest.mark.parametrize("last", [TERM, USR1])
 def test_a_signal_between_the_handlers_and_the_block(last: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = [signal.getsignal(number) for number in stop_signals.STOP_SIGNALS]

@@ -240,8 +240,13 @@ def test_an_engine_that_has_not_reported_gets_a_quarter_of_its_share() -> None:
     given = hand_out(pending_of((200, 200)), *(load(index, rows=0, window=100, engine=None) for index in range(2)))
     assert {index: sum(sizes) for index, sizes in given.items()} == {0: 25, 1: 25}
     assert hand_out(pending_of((200, 200)), load(0, rows=67, window=100, engine=None), absent=1) == {}
-    # One replica alone shares with none.
+
+
+def test_a_replica_alone_shares_with_none_and_gets_whole_shards() -> None:
     assert hand_out(pending_of((200, 200)), load(0, rows=67, window=100, engine=None)) == {0: [175]}
+    # The results of a part of a shard would be written twice: to the journal, and with the others to the part.
+    assert hand_out(pending_of((400, 400)), load(0, rows=0, window=100)) == {0: [350]}
+    assert hand_out(pending_of((400, 400)), load(0, rows=0, window=100), awaited=1, absent=1) != {0: [350]}
 
 
 def test_rows_are_held_back_for_those_that_are_awaited() -> None:
