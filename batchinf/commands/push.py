@@ -27,11 +27,11 @@ from batchinf.commands.export import ExportRequest, export_job
 from batchinf.coordinator.ending import Summary
 from batchinf.export.dataset_card import rows_mark
 from batchinf.export.huggingface import HuggingFaceExport, JobDataset
+from batchinf.manifest.names import PUSH_FOLDER
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.output import PushSpec
 
-_FOLDER = "hub"  # in the output folder: what is being pushed
 _FILE_BYTES = 512 << 20  # of parts, for each file
 _LOOK_S = 0.05
 
@@ -59,7 +59,7 @@ def push_output(file: SpecFile, summary: Summary, say: Callable[[str], None], st
         return replace(summary, remarks=(*summary.remarks, f"nothing is pushed to {target.repository}"))
     say(f"pushing {counted(summary.num_rows, 'output row')} to {target.repository} on the hub, unless it has them")
     out = file.spec.output.path
-    folder = str(job_folder(file.spec.output.folder, None).path(_FOLDER))
+    folder = str(job_folder(file.spec.output.folder, None).path(PUSH_FOLDER))
     question = {
         "out": out,
         "folder": folder,

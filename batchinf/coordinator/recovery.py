@@ -15,7 +15,7 @@ from batchinf.job.job import Job
 from batchinf.manifest.lines import EndedReplica, Lost, StartedReplica
 from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import parse_part_name, parse_staging_name, staged_file
+from batchinf.manifest.names import PUSH_FOLDER, parse_part_name, parse_staging_name, staged_file
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
@@ -29,6 +29,7 @@ from batchinf.source.repairs import REPAIRS_FOLDER, scan_folder
 from batchinf.source.versions import VERSIONS_FOLDER
 
 _IN_PROGRESS = ("staging", "journal")  # empty when the job is done
+_UNTIL_DONE = (IMAGES_FOLDER, PUSH_FOLDER)
 _OWN = (
     "",
     "parts",
@@ -97,7 +98,7 @@ def has_leftovers(folder: Folder) -> bool:
     """
     if not is_free(folder):
         return False
-    in_progress = folder.exists(IMAGES_FOLDER) or any(folder.list(name) for name in _IN_PROGRESS)
+    in_progress = any(map(folder.exists, _UNTIL_DONE)) or any(folder.list(name) for name in _IN_PROGRESS)
     return bool(in_progress or folder.list("", LOCK) or any(folder.half_written(name) for name in _own(folder)))
 
 
@@ -107,7 +108,8 @@ def tidy(folder: Folder) -> None:
     for name in _IN_PROGRESS:
         shutil.rmtree(folder.path(name), ignore_errors=True)
         folder.make(name)
-    shutil.rmtree(folder.path(IMAGES_FOLDER), ignore_errors=True)
+    for name in _UNTIL_DONE:
+        shutil.rmtree(folder.path(name), ignore_errors=True)
 
 
 def _recover_folder(job: Job, state: State, manifest: Manifest) -> tuple[list[int], list[int]]:

@@ -130,6 +130,10 @@ def start(
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
         # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
         make_builder = functools.cache(job.prompt_builder)
+        if state is None and job.slice is not None:
+            # The first slice that chooses its rows decides what the output folder holds: one that is refused must not.
+            _await(checks, fleet, 0, display)
+            refuse_hopeless(job, (), make_builder)
         choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
         state = _begun(
             prepared,
@@ -218,7 +222,7 @@ def open_checked(prepared: PreparedJob, say: Say) -> Job:
 def _begun(
     prepared: PreparedJob,
     job: Job,
-    checks: Sequence[StructuresCheck],
+    checks: list[StructuresCheck],
     *,
     choice: Choice | None,
     manifest: Manifest,
@@ -232,9 +236,8 @@ def _begun(
     choice: the rows of a new job.
     """
     state = prepared.state
-    for check in checks:
-        num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
-        _await(check, fleet, num_rows, display)
+    num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
+    _await(checks, fleet, num_rows, display)
     if choice is not None:
         state = begin_job(job, manifest, launcher, choice, job_id=job_id)
     assert state is not None
@@ -250,13 +253,18 @@ def _choose_rows(
     choice = ordering.begin_or_restore(job, state, say, lock.check)
     if choice is not None:
         check_size(job, choice.num_rows)
-        refuse_hopeless(job, choice.order(job.folder), make_builder)
+        if job.slice is None:
+            refuse_hopeless(job, choice.order(job.folder), make_builder)
     return choice
 
 
-def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: ProgressDisplay) -> None:
-    """Show how the engines start until the check is done. num_rows: of the job's output; 0 for a retry."""
-    with check:
+def _await(checks: list[StructuresCheck], fleet: Fleet, num_rows: int, display: ProgressDisplay) -> None:
+    """Show how the engines start until the checks are done, and take them off the list.
+
+    num_rows: of the job's output, to be shown; 0 if it is not known.
+    """
+    while checks:
+        check = checks.pop(0)
         if not check.is_done:
             display.say(CHECKING)
         next_look = 0.0

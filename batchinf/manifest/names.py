@@ -71,9 +71,11 @@ def retry_of(incarnation: str) -> int:
     return int(match[1]) if match else 0
 
 
+PUSH_FOLDER = "hub"  # in the output folder: what is being pushed to the hub
+
 # All that a job or a command makes in an output folder by itself, and files of systems: NFS, macOS.
 _KNOWN = re.compile(
-    r"(manifest|parts|staging|journal|images|damaged|retry|repairs|selection|source|logs|telemetry|(old-)?slice-\d+(\.\d+)?)"
+    r"(manifest|parts|staging|journal|images|damaged|retry|repairs|selection|source|logs|telemetry|hub|(old-)?slice-\d+(\.\d+)?)"
     r"|(job\.yaml|cut\.json|files\.json|status\.json|events\.jsonl|report\.html|lock(\.stale-.*)?|\.(tmp-|batchinf-|nfs|fuse_hidden).*|\.DS_Store)"
 )
 _MOST_SHOWN = 3

@@ -19,6 +19,8 @@ import batchinf
 import jobs
 from batchinf import cli
 from batchinf.base.errors import UserError
+from batchinf.base.storage import Folder
+from batchinf.manifest.names import other_names
 
 NAME = "me/answers"
 KEY = f"datasets/{NAME}"
@@ -149,6 +151,10 @@ def test_a_push_that_is_killed_runs_again(method: str, end: str, hub: Hub, tmp_p
     else:
         killed(hub, tmp_path, Held(method, end))
         assert [*hub.files(NAME)] == [".gitattributes"]
+    if end == COMMIT:  # without a further push, the next run deletes what the killed one has left
+        assert (tmp_path / "out" / "hub").exists() and other_names(Folder(tmp_path / "out")) == []
+        jobs.finish(spec, "--set", "output.push_to_hub=null", **hub.environment(tmp_path))
+        assert not (tmp_path / "out" / "hub").exists()
     jobs.finish(spec, **hub.environment(tmp_path))
     assert hub.rows(NAME) == list(jobs.unhurt())
     assert not (tmp_path / "out" / "hub").exists()

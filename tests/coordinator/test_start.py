@@ -417,7 +417,7 @@ class Check:
 
 def test_the_progress_is_shown_while_vllm_looks_at_a_structure(tmp_path: pathlib.Path) -> None:
     stream, check, launch = io.StringIO(), cast(Any, Check()), cast(Any, None)
-    start._await(check, fleet_of(LocalBackend(), [], launch, tmp_path), 12, ProgressDisplay(stream))
+    start._await([check], fleet_of(LocalBackend(), [], launch, tmp_path), 12, ProgressDisplay(stream))
     first, second, last = stream.getvalue().splitlines()
     assert (first, last) == (start.CHECKING, "structured outputs: choice, compiled by xgrammar")
     assert second.startswith("starting: 0/12")

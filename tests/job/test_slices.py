@@ -178,6 +178,15 @@ def test_a_whole_job_is_not_cut_later(tmp_path: pathlib.Path) -> None:
     assert [folder.slice for folder in job_folders(str(tmp_path / "out"))] == [None]
 
 
+def test_a_slice_that_is_refused_does_not_decide_what_the_folder_holds(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": null, "good": "{row}"}}\n' for row in range(30)))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
+    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": []}, parallel=ONE, scripted={"step_s": 0.0})
+    assert "all 30 rows would be error rows" in error_of(spec, "--slice", "0/2")
+    assert not (tmp_path / "out" / "cut.json").exists()
+    jobs.finish(spec, "--slice", "0/2", "--set", "input.prompt_column=good")
+
+
 def test_a_slice_without_rows_is_done_at_once(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, parallel=ONE)
     done = jobs.finish(spec, "--slice", "0/1000")
