@@ -33,6 +33,7 @@ def test_it_says_and_ends_as_a_new_process_does(arguments: list[str]) -> None:
     assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
 
 
+@pytest.mark.slow
 def test_a_job_has_the_rows_of_a_new_process_s(tmp_path: pathlib.Path) -> None:
     few = {"input": {"limit": 40}, "parallel": {"data_parallel_size": 1}}
     for name, prefix in {"forked": [], "new": ["env"]}.items():

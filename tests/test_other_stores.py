@@ -138,6 +138,7 @@ def test_parquet_is_read_by_ranges(url: str, store: dict[str, str], tmp_path: pa
     source.close()
 
 
+@pytest.mark.slow
 def test_a_job_in_a_bucket_of_hugging_face(tmp_path: pathlib.Path) -> None:
     """On a stand-in for the hub's gateway: an S3 server below a folder, which answers GET with another place."""
     name = uuid.uuid4().hex[:12]

@@ -413,6 +413,7 @@ def test_files_have_the_users_umask(mask: int, bits: int, tmp_path: pathlib.Path
         assert mode == expected, (path, oct(mode))
 
 
+@pytest.mark.slow
 @pytest.mark.real_starts  # the environment that a fork was started with is the server's
 def test_nothing_of_a_scripted_job_listens_and_its_sockets_folder_is_its_own(tmp_path: pathlib.Path) -> None:
     process = jobs.start("run", jobs.spec_of(tmp_path, scripted={"step_s": 0.05}))

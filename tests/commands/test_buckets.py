@@ -83,6 +83,7 @@ def test_validate_makes_its_other_checks_if_the_bucket_refuses_it(
     assert "\nprompt lengths" in shown.stdout
 
 
+@pytest.mark.slow
 def test_damage_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url)
     jobs.finish(spec, **environment)

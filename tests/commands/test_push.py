@@ -104,6 +104,7 @@ def test_from_a_dataset_to_a_dataset(hub: Hub, tmp_path: pathlib.Path) -> None:
     assert TOKEN not in str(hub.commits)
 
 
+@pytest.mark.slow
 def test_a_push_stops_on_ctrl_c(hub: Hub, tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path)
     hub.fault = held = Held("POST", COMMIT)
@@ -273,6 +274,7 @@ def test_slices_do_not_push(tmp_path: pathlib.Path) -> None:
     assert f"batchinf export {tmp_path / 'out'} --to hf -o FOLDER --push-to-hub me/answers" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_new_job_in_the_folder_of_another_one_is_refused_first(hub: Hub, tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path)
     jobs.finish(spec, **hub.environment(tmp_path))

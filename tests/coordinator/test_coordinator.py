@@ -301,6 +301,7 @@ def test_a_replica_that_hangs_before_its_engine_is_up_is_started_again(fault: st
     assert causes[0] in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_replica_does_not_block_the_coordinator(tmp_path: pathlib.Path) -> None:
     """The template is larger than the buffer of a socket, so that the first message does not fit into it."""
     template = "{{ prompt }}{# " + "x" * 1_000_000 + " #}"

@@ -158,6 +158,7 @@ def test_a_disk_with_too_little_room(limits: list[str], words: str, tmp_path: pa
         finished_unhurt(spec, out, before)
 
 
+@pytest.mark.slow
 @pytest.mark.all_rows
 def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"

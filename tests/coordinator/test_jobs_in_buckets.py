@@ -148,6 +148,7 @@ def test_requests_in_the_bucket_do_not_run_again(url: str, store: stores.Proxy, 
     assert recovered["num_requests"] == num_stored
 
 
+@pytest.mark.slow
 def test_a_paused_holder_wakes_up(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -356,6 +357,7 @@ def test_chosen_rows_survive_the_machine(url: str, store: stores.Proxy, tmp_path
     assert stores.rows(url) == local
 
 
+@pytest.mark.slow
 def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     before = jobs.run("status", url, **store.environment, **cache)
@@ -491,6 +493,7 @@ def test_fresh_is_refused(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not store.seen and not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 def test_another_job_says_how_to_begin_it_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url, parallel={"data_parallel_size": 1})
     (tmp_path / "other").mkdir()
@@ -524,6 +527,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     # In the middle: an expired key, a bucket that is deleted, a full quota. The job goes on after each of them.
     spec = stores.spec_of(tmp_path, url, output={"store_timeout_s": 2})

@@ -101,6 +101,7 @@ def test_only_the_parts_of_a_retry_are_fetched_and_written(
     assert "no row matches" in nothing.stderr
 
 
+@pytest.mark.slow
 def test_a_zombie_replaces_no_part_that_is_committed(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

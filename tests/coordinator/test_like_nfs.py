@@ -80,6 +80,7 @@ print((folder / "c").read_text().strip(), os.listdir(folder))
     assert done.stdout.splitlines() == ["ENOLCK ENOLCK", "['.nfs']", "[]", "ESTALE ENOENT []", "y ['c']"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     "faults",

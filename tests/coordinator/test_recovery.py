@@ -106,6 +106,7 @@ def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hurt",
     [*jobs.slowly(None, b"", b'{"at": "2026'), b"[]\n\xff\n{}\n" * 1000],

@@ -62,6 +62,7 @@ def test_with_a_cold_cache_all_start_at_once_and_one_fills_it(
     assert list(cache_root().iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "is_warm"), [(0, True), (2, False)])
 def test_the_cache_is_warm_once_the_engine_that_fills_it_is_up(
     number: int, is_warm: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

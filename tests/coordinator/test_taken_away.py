@@ -100,7 +100,7 @@ def cases(names: tuple[str, ...], *, steps: tuple[int, ...]) -> Iterator[Any]:
                 yield pytest.param(name, how, step, marks=marks)
 
 
-QUICK = (("parts/*.parquet", "replaced", STEPS[1]), ("manifest", "replaced", STEPS[1]), ("lock", "deleted", STEPS[0]))
+QUICK = (("parts/*.parquet", "replaced", STEPS[1]), ("lock", "deleted", STEPS[0]))
 
 
 @pytest.mark.parametrize(("what", "how", "step"), [*cases(BEGUN, steps=STEPS)])

@@ -277,6 +277,7 @@ def test_each_slice_tries_its_own_rows(steps: tuple[Rows, Rows, Rows], tmp_path:
     assert rows == steps[2]
 
 
+@pytest.mark.slow
 def test_an_extension_tries_only_its_rows(tmp_path: pathlib.Path) -> None:
     base = {**BASE, "sampling": {**BASE["sampling"], "max_tokens": 5}, "retry": RETRY}
     (tmp_path / "whole").mkdir()
@@ -296,6 +297,7 @@ def test_an_extension_tries_only_its_rows(tmp_path: pathlib.Path) -> None:
     assert [retry.attempt for retry in jobs.state_of(out).retries.values()] == [1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_in_a_bucket(steps: tuple[Rows, Rows, Rows], url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url, **{**BASE, "retry": RETRY})
     for step in ("retry.after_line", "mirror.after_part:6", "retry.before_count"):

@@ -324,6 +324,7 @@ def test_choices_after_an_image_equal_transformers(
         assert np.abs(np.array(result["choice_logprobs"][0]) - expected).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_logits_of_rows_with_images_equal_transformers(
     tmp_path: pathlib.Path, rows: list[Row], processor: Any, model: Any
 ) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from held import held
 
+import jobs
 from batchinf.base.errors import BatchinfError
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
@@ -125,6 +126,7 @@ def test_after_tokens_that_are_named_in_any_order_and_twice(engine: "VllmEngine"
         np.testing.assert_allclose(values_of(completion), reference(prompt)[list(place)], atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_positions_of_prompts_that_are_run_in_pieces() -> None:
     engine = start(
         LogitsSpec(dtype="float32", vocab_size=VOCAB_SIZE),
@@ -270,7 +272,7 @@ def processed(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.where(scaled < least, -np.inf, scaled)
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", *jobs.slowly("raw_logprobs", "raw_logits", "processed_logits")])
 def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine: "VllmEngine") -> None:
     is_default = mode == "raw_logprobs"
     engine = vllm_engine if is_default else start(logprobs_mode=mode, logprob_token_ids=CHOSEN)

@@ -159,6 +159,7 @@ def test_layers_and_the_last_one_before_its_norm(
     assert np.abs(states["3"][1] - states["4"][1]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_the_last_layer_without_the_final_norm(
     prompts: list[list[int]], states: dict[str, list[np.ndarray]], tmp_path: pathlib.Path
 ) -> None:
@@ -194,6 +195,7 @@ def test_the_models_output_and_its_mean_cut_short(
         np.testing.assert_allclose(mean["embedding"], expected.mean(axis=0)[:48], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_prompts_in_pieces(
     prompts: list[list[int]], states: dict[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

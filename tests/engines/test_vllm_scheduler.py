@@ -116,6 +116,7 @@ def test_outputs_come_together(has_others: bool, most: int, length: int) -> None
     assert all(len(store._free) == len(store._used) for store in one._stores.values())
 
 
+@pytest.mark.slow
 def test_held_memory_does_not_grow_with_the_length() -> None:
     """12 requests with their top 20 and 12 without logprobs. Held back whole, 8,500 tokens of each take 18 MB."""
     scheduler, number, length = Holding(), 12, 8500

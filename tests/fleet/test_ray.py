@@ -301,6 +301,7 @@ def test_no_cluster_at_the_address(tmp_path: pathlib.Path) -> None:
     assert "RAY_ADDRESS" in refused(jobs.spec_of(tmp_path, backend="ray"))
 
 
+@pytest.mark.slow
 def test_ray_is_not_installed(tmp_path: pathlib.Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('no module named ray')")
     path = os.pathsep.join([str(tmp_path), jobs.quick_start()["PYTHONPATH"]])

@@ -194,6 +194,7 @@ def test_a_commit_that_waits_for_the_store_says_so(
         mirror.close()
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_a_slow_store(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,8 @@ TYPES = {CHAT_URL: ChatCompletion, COMPLETIONS_URL: Completion}
 OF_THE_ENGINE = {"invalid_json", "structure_violated", "invalid_structure", "invalid_tool_call", "invalid_choice"}
 
 
-@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["scripted", "vllm"])
 def test_a_whole_job_gives_each_line_an_answer_that_the_openai_package_reads(
     engine: str, tmp_path: pathlib.Path
 ) -> None:

@@ -99,6 +99,7 @@ def num_bytes_read(store: stores.Proxy, url: str) -> int:
     return sum(size for path, size in store.num_bytes.items() if f"{url.rpartition('/')[2]}/in/" in path)
 
 
+@pytest.mark.slow
 def test_of_parquet_only_the_columns_and_rows_of_the_job_are_read(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:

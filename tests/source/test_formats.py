@@ -176,6 +176,7 @@ def test_a_new_format_runs_a_whole_job(copy: Path, tmp_path: Path) -> None:
     assert "1 file is changed: a.semi" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_format_is_named_by_the_spec_and_its_errors(copy: Path, tmp_path: Path) -> None:
     path = spec_of(tmp_path, input={"format": "semicolon"})
     done = run(copy, "run", path)

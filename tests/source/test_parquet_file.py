@@ -54,7 +54,8 @@ def test_times_in_96_bits_keep_their_year(group_rows: int, tmp_path: pathlib.Pat
 @pytest.mark.parametrize(
     ("num_rows", "num_chars", "is_repeated", "group_rows", "num_read"),
     [
-        (1_000_000, 300, False, 20_000, 1000),  # one row group of 1 million rows, spooled
+        # One row group of 1 million rows, spooled.
+        pytest.param(1_000_000, 300, False, 20_000, 1000, marks=pytest.mark.slow),
         (12_000, 25_000, True, 20_000, 10),  # one value in all rows of a group that is read directly
         pytest.param(1000, 300_000, True, 100, 10, marks=pytest.mark.slow),  # the same, spooled
     ],
