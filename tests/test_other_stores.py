@@ -100,6 +100,7 @@ def test_a_counter_of_eight_threads(url: str, store: dict[str, str]) -> None:
     assert found is not None and found.data.startswith(b"40 ")
 
 
+@pytest.mark.slow
 def test_a_job_is_killed_and_goes_on_on_an_empty_machine(
     url: str, store: dict[str, str], tmp_path: pathlib.Path
 ) -> None:

@@ -429,6 +429,7 @@ def test_ctrl_c_ends_a_wait_for_the_store(url: str, tmp_path: pathlib.Path) -> N
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow
 def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     small = {"output": {"rows_per_shard": 12}}
     slow = {"scripted": {"step_s": 0.02}, "checkpoint_interval_s": 100, **small}

@@ -150,7 +150,7 @@ def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) ->
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_killed", [False, *jobs.slowly(True)])
 def test_a_coordinator_that_stands_still_loses_no_staged_part(is_killed: bool, tmp_path: pathlib.Path) -> None:
     """Its replicas go on, and none of their parts has a line. It goes on itself, or the next start takes them in."""
     busy = {"scripted": {"max_num_seqs": 64, "step_s": 0.01}, "output": {"rows_per_shard": 2}}

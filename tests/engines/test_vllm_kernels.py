@@ -246,7 +246,10 @@ def scored(engine: Any, mode: str) -> list[Any]:
     return [found[row] for row in sorted(found)]
 
 
-@pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}])
+@pytest.mark.parametrize(
+    "engine",
+    [{}, pytest.param({"max_num_batched_tokens": 64, "enable_chunked_prefill": True}, marks=pytest.mark.slow)],
+)
 def test_the_v1_runner_takes_them_in_pieces(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are equal to those of vLLM's own code, which takes those of a whole prompt at once."""
     monkeypatch.setattr(worker, "_CHUNK", 30)

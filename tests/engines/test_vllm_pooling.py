@@ -232,6 +232,7 @@ def test_classes_by_name(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
         assert row["score"] == max(row["probabilities"])
 
 
+@pytest.mark.slow
 def test_rewards_are_raw(prompts: list[list[int]], tmp_path: pathlib.Path) -> None:
     folder = classifier(tmp_path, 1)
     spec = resolved(folder, "reward")

@@ -124,6 +124,7 @@ def test_broken_rows_are_in_a_sample_by_their_positions(tmp_path: pathlib.Path) 
     assert both == [row for row in rows if row % 2 == 0 or RECORDS[row]["language"] == "de"]
 
 
+@pytest.mark.slow
 def test_all_of_them_need_no_file(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS, input={"where": "id >= 0"})
     jobs.finish(spec)
