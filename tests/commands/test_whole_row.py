@@ -125,6 +125,8 @@ def test_a_row_without_output_has_a_result(out: pathlib.Path) -> None:
 def test_inspect_and_what_a_row_does_not_go_with_are_refused(out: pathlib.Path) -> None:
     refused = jobs.run("inspect", out, "title")
     assert refused.returncode == 2 and "`batchinf head OUT --row ID` shows one row whole" in refused.stderr
+    refused = jobs.run("status", out, "--plot")
+    assert refused.returncode == 2 and "`batchinf report OUT` writes a page with charts" in refused.stderr
     for option in (["--errors"], ["--columns", "text"]):
         refused = jobs.run("head", out, "--row", "title", *option)
         assert (refused.returncode, refused.stdout) == (2, "")
