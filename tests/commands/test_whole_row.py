@@ -157,6 +157,19 @@ def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
         read_whole_row(str(out), "99")
 
 
+def test_a_line_may_name_the_model_by_a_relative_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a batch file are made again with the model's name of the job."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("model").symlink_to(jobs.MODEL)
+    body = {"model": "model", "messages": [{"role": "user", "content": "Tell me."}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    pathlib.Path("rows.jsonl").write_text(json.dumps(line))
+    spec = {"model": "model", "input": {"path": "rows.jsonl"}, "scripted": {}, "output": {"path": "out"}}
+    batchinf.run(spec, quiet=True)
+    whole = read_whole_row(str(tmp_path / "out"), "a")
+    assert whole.prompt is not None and "Tell me." in "".join(piece.text for piece in whole.prompt), whole.prompt_note
+
+
 def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
     lines = [json.dumps({"id": "ab"[n % 2], "prompt": f"Say {n}"}) for n in range(5)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
