@@ -26,10 +26,11 @@ _OF_COMMAND = {
         "--html": "`batchinf report OUT` writes a page",
     },
     "plan": {"--plot": "`--json` prints all figures"},
+    "status": {"--plot": "`batchinf report OUT` writes a page with charts"},
     "report": dict.fromkeys(
         ("--to", "--md"), "the report is HTML; `batchinf status OUT --json` has figures for programs"
     ),
-    "tune": {"--write": "put the fields that `tune` names into the spec"},
+    "tune": {"--write": "put the fields that `tune` names into the spec", "--plot": "`--json` prints all figures"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",
         **{f"--{key}": f"`--sbatch {key}=VALUE` sets it" for key in ("mem", "partition", "account", "constraint")},

@@ -17,6 +17,7 @@ from batchinf.job.repaired import repaired
 from batchinf.manifest.state import State, read_jobs
 from batchinf.manifest.versions import older_rules, rules_of
 from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
 
 
 @contextlib.contextmanager
@@ -29,6 +30,7 @@ def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
         with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
             source = pathlib.Path(folder, SOURCE_FOLDER)
             job = open_job(file, source if source.is_dir() else pathlib.Path(scratch), state, "leave")
+            job = dataclasses.replace(job, spec=_served_as(job.spec, state.header.spec["model"]["name"]))
             opened.enter_context(contextlib.closing(job.source))
             if retries := state.repairs():
                 now = repaired(job.source, Folder(folder), location_of(job.spec), retries, state=state)
@@ -58,6 +60,13 @@ def _from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFil
             where = spec.input.model_copy(update={"path": path})
             return dataclasses.replace(file, spec=spec.model_copy(update={"input": where, "model": model}))
     return file
+
+
+def _served_as(spec: JobSpec, name: str) -> JobSpec:
+    """The spec, in which lines of a batch file may give the model this name: that with which the job began."""
+    served = spec.engine.get("served_model_name") or []
+    names = [*([served] if isinstance(served, str) else served), name]
+    return spec.model_copy(update={"engine": {**spec.engine, "served_model_name": names}})
 
 
 def _base_of(path: str, there: str) -> str | None:

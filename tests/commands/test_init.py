@@ -215,7 +215,7 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
             "said": "said", "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
         }  # fmt: skip
         assert batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM, num_rows=1).rows[0].error is None
-    why = "  # input_…: other columns of the output have the name answer\n"
+    why = "  # input_…: the output may have columns of its own with the name answer\n"
     assert why in (tmp_path / "job.yaml").read_text()
     assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][
         "structured_outputs"

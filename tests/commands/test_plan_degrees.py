@@ -242,6 +242,12 @@ def test_whole_experts_are_advised_where_cut_ones_do_not_fit(tmp_path: pathlib.P
     assert report.advice[1].startswith("a 4-bit checkpoint")
 
 
+def test_weights_of_4_bits_are_not_advised_in_4_bits(tmp_path: pathlib.Path) -> None:
+    place = model_of(tmp_path, "gpt-oss-120b")
+    report = make_plan(str(place), (), PlanOptions(gpus=("h100-80",), gpus_per_node=1, context=8192))
+    assert [line.split(":")[0] for line in report.advice] == ["1 × H100 NVL 94 GB"]
+
+
 def test_a_slow_plan_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(*arguments: Any) -> Any:
         time.sleep(1.0)

@@ -125,6 +125,8 @@ def test_a_row_without_output_has_a_result(out: pathlib.Path) -> None:
 def test_inspect_and_what_a_row_does_not_go_with_are_refused(out: pathlib.Path) -> None:
     refused = jobs.run("inspect", out, "title")
     assert refused.returncode == 2 and "`batchinf head OUT --row ID` shows one row whole" in refused.stderr
+    refused = jobs.run("status", out, "--plot")
+    assert refused.returncode == 2 and "`batchinf report OUT` writes a page with charts" in refused.stderr
     for option in (["--errors"], ["--columns", "text"]):
         refused = jobs.run("head", out, "--row", "title", *option)
         assert (refused.returncode, refused.stdout) == (2, "")
@@ -153,6 +155,19 @@ def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
     assert read_whole_row(str(out), "large").prompt_note == "no prompt was run; the error below says why"
     with pytest.raises(batchinf.UserError, match="none of 8 committed rows has this as an id or a position"):
         read_whole_row(str(out), "99")
+
+
+def test_a_line_may_name_the_model_by_a_relative_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a batch file are made again with the model's name of the job."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("model").symlink_to(jobs.MODEL)
+    body = {"model": "model", "messages": [{"role": "user", "content": "Tell me."}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    pathlib.Path("rows.jsonl").write_text(json.dumps(line))
+    spec = {"model": "model", "input": {"path": "rows.jsonl"}, "scripted": {}, "output": {"path": "out"}}
+    batchinf.run(spec, quiet=True)
+    whole = read_whole_row(str(tmp_path / "out"), "a")
+    assert whole.prompt is not None and "Tell me." in "".join(piece.text for piece in whole.prompt), whole.prompt_note
 
 
 def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:

@@ -71,4 +71,5 @@ def _changes(model: Model, spec: JobSpec) -> Iterator[tuple[str, Model, JobSpec]
     # A twin has the size of AWQ's groups of 128. The files of the checkpoint here say nothing of it.
     twin = quantized("awq")
     twin = twin.model_copy(update={"model": twin.model.model_copy(update={"load_format": "dummy"})})
-    yield "a 4-bit checkpoint, such as an AWQ one", dataclasses.replace(model, config=config), twin
+    if (section or {}).get("quant_method") not in ("awq", "gptq", "mxfp4"):  # those have 4 bits already
+        yield "a 4-bit checkpoint, such as an AWQ one", dataclasses.replace(model, config=config), twin
