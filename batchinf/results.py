@@ -34,11 +34,11 @@ from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.text import counted
 from batchinf.base.votes import PassAtK, Vote, majority, pass_at_k
 from batchinf.manifest.look import Look
+from batchinf.manifest.versions import stored_spec
 from batchinf.model.model import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
 from batchinf.records import PartCounts
-from batchinf.spec.file import list_of
-from batchinf.spec.job import ModelSpec
+from batchinf.spec.file import SpecFile, list_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,6 +63,7 @@ class Results:
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
         self.job_id: str = states[0].header.job_id
+        self._input_folder = states[0].header.input_folder
         self.begun_at = datetime.datetime.fromisoformat(states[0].header.created_at)
         # Fingerprints of the input at the beginning and after each `--extend`.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
@@ -208,7 +209,9 @@ class Results:
 
         Raises ModelError if it is not here, and DriftError if the model's folder has other content now.
         """
-        spec = ModelSpec.model_validate(self.spec["model"])
+        from batchinf.job.begun import from_here  # with what runs jobs, which other readers do not need
+
+        spec = from_here(SpecFile(stored_spec(self.spec), {}, self.folder), self._input_folder, self.root).spec.model
         has_images = self.spec["input"].get("images") is not None  # absent in jobs of older versions
         model = resolve(spec, str(self.identity["model"]), has_images=has_images)
         if model.fingerprint != self.identity["model"]:

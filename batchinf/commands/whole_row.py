@@ -287,7 +287,7 @@ def _prompt_ids(
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    prompt = _only_prompt(again())
+    prompt = _only_prompt(again(), rows[0])
     parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
     _check_same(parts, rows, older_rules(rules_of(results.spec)))
     if prompt.scoring is not None:
@@ -305,10 +305,12 @@ def build_again(results: Results, positions: Sequence[int]) -> BuiltAgain:
         return BuiltAgain(job, begun_at(job, state), builder.build(rows, max_model_len(job)))
 
 
-def _only_prompt(built: BuiltAgain) -> Prompt:
+def _only_prompt(built: BuiltAgain, row: Mapping[str, Any]) -> Prompt:
     """The prompt of the only row, whose images are placeholders. Raises UserError if it has no tokens."""
     [prompt] = built.prompts
     if prompt.error is not None and not prompt.token_ids:
+        if row.get("error_type") is None:  # it has run, but cannot be made here and now
+            raise UserError(f"the prompt cannot be made again: {prompt.error.error_message}")
         raise UserError("no prompt was run; the error below says why")
     return prompt
 

@@ -1,4 +1,4 @@
-"""Opens a job that has begun, for commands that make its prompts again: `head --row` and `verify`."""
+"""Opens a job that has begun, for commands that make its prompts again, and finds its model: `head --row`, `verify`."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from batchinf.spec.job import JobSpec
 def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job in `folder` (`Results.root`), all slices as one, and the state of the first slice that has begun."""
     state = next(state for _, state in read_jobs(folder) if state is not None)
-    file = _from_here(file, state.header.input_folder, folder)
+    file = from_here(file, state.header.input_folder, folder)
     rules_note = older_rules(rules_of(state.header.spec))
     try:
         with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
@@ -43,7 +43,7 @@ def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
         raise type(error)(f"{error}; {rules_note}") from error
 
 
-def _from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFile:
+def from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFile:
     """The spec with the relative paths of input and model as they are from the folder in which the job began.
 
     They stay as they are if nothing is there. input_folder: see `Header`. folder: the output folder.
@@ -53,11 +53,11 @@ def _from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFil
     if input_folder is not None and spec.input.job is None:
         bases += [_base_of(path, input_folder) for path in (os.path.dirname(spec.input.path), spec.input.path)]
     for base in filter(None, bases):
-        path = os.path.join(base, spec.input.path)
-        if glob.glob(path):
-            name = os.path.join(base, spec.model.name)
-            model = spec.model.model_copy(update={"name": name}) if os.path.isdir(name) else spec.model
-            where = spec.input.model_copy(update={"path": path})
+        path, name = os.path.join(base, spec.input.path), os.path.join(base, spec.model.name)
+        has_input, has_model = bool(glob.glob(path)), os.path.isdir(name)
+        if has_input or has_model:
+            model = spec.model.model_copy(update={"name": name}) if has_model else spec.model
+            where = spec.input.model_copy(update={"path": path}) if has_input else spec.input
             return dataclasses.replace(file, spec=spec.model_copy(update={"input": where, "model": model}))
     return file
 

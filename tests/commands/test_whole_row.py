@@ -157,8 +157,10 @@ def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
         read_whole_row(str(out), "99")
 
 
-def test_a_line_may_name_the_model_by_a_relative_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts of a batch file are made again with the model's name of the job."""
+def test_relative_paths_lead_from_the_folder_in_which_the_job_began(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of a batch file are made again with the model's name of the job, and tokens with its tokenizer."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("model").symlink_to(jobs.MODEL)
     body = {"model": "model", "messages": [{"role": "user", "content": "Tell me."}]}
@@ -166,8 +168,19 @@ def test_a_line_may_name_the_model_by_a_relative_path(tmp_path: pathlib.Path, mo
     pathlib.Path("rows.jsonl").write_text(json.dumps(line))
     spec = {"model": "model", "input": {"path": "rows.jsonl"}, "scripted": {}, "output": {"path": "out"}}
     batchinf.run(spec, quiet=True)
-    whole = read_whole_row(str(tmp_path / "out"), "a")
+    out = str(tmp_path / "out")
+    whole = read_whole_row(out, "a")
     assert whole.prompt is not None and "Tell me." in "".join(piece.text for piece in whole.prompt), whole.prompt_note
+    words = batchinf.open(out).tokens()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert read_whole_row(out, "a") == whole
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**line, "body": {**body, "model": "other"}}))
+    note = read_whole_row(out, "a").prompt_note
+    assert "error below" not in note and "rows.jsonl" in note, note
+    (tmp_path / "rows.jsonl").unlink()
+    assert [*batchinf.open(out).tokens()[0]] == [*words[0]]
 
 
 def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:

@@ -310,3 +310,9 @@ def test_a_login_node_gets_a_note(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert visible_devices() == ()
     lines = [line for finding in validate_job(read_spec(path), num_rows=1) for line in finding.lines()]
     assert any("no GPU is visible here" in line for line in lines) is not is_cpu_build
+
+
+def test_validate_does_not_ask_a_ray_cluster_and_says_so(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, scripted=None, backend="ray")
+    lines = [line for finding in validate_job(read_spec(path), num_rows=1) for line in finding.lines()]
+    assert any(line.startswith("note: the Ray cluster is not asked") for line in lines)

@@ -188,7 +188,10 @@ def _local(spec: JobSpec) -> Backend:
 
 def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
     """Warnings about the devices of this host. Raises SpecError for what cannot start on them."""
-    if job.spec.scripted is not None or job.spec.backend == "ray":
+    if job.spec.scripted is not None:
+        return
+    if job.spec.backend == "ray":
+        yield "note: the Ray cluster is not asked, so its address, its devices and their memory were not checked"
         return
     backend = _local(job.spec)
     if backend.devices() or is_cpu_build():
