@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from inputs import peaks
 
+from batchinf.base.errors import InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.formats import parquet
 from batchinf.source.rows import open_source
@@ -120,3 +121,14 @@ def test_times_that_lose_digits_are_named(ending: str, tmp_path: pathlib.Path) -
     with contextlib.closing(open_source(InputLocation(str(path)), tmp_path / "cache")) as source:
         assert [*source.remarks] == ["times in nanoseconds (t, l) are read to the microsecond"]
         assert source.read(0, 1)[0].values["t"] == datetime.time(1, 2, 3)
+
+
+def test_a_name_of_a_chunk_that_is_no_text_is_one_clear_error(tmp_path: pathlib.Path) -> None:
+    """pyarrow decodes the names of chunks, which repeat those of the schema, only when they are asked for."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"nested": [{"field": n} for n in range(9)]}), path, use_dictionary=False)
+    before, name, after = path.read_bytes().rpartition(b"nested")
+    path.write_bytes(before + b"\x97" + name[1:] + after)
+    assert pq.read_schema(path).names == ["nested"]
+    with pytest.raises(InputError, match="rows.parquet"):
+        open_source(InputLocation(str(path)), tmp_path / "cache")

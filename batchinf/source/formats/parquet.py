@@ -67,7 +67,9 @@ class Parquet(FileFormat):
         schema = _schema_of(file, metadata)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
-        _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
+        # As readers do: pyarrow decodes the names of chunks only when they are asked for.
+        _repeated_columns(metadata)
+        _may_be_wide(metadata)
         if not self._is_quick_by_row(metadata):
             row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
