@@ -130,5 +130,5 @@ def test_a_name_of_a_chunk_that_is_no_text_is_one_clear_error(tmp_path: pathlib.
     before, name, after = path.read_bytes().rpartition(b"nested")
     path.write_bytes(before + b"\x97" + name[1:] + after)
     assert pq.read_schema(path).names == ["nested"]
-    with pytest.raises(InputError, match="rows.parquet"):
+    with pytest.raises(InputError, match=r"rows\.parquet"):
         open_source(InputLocation(str(path)), tmp_path / "cache")
