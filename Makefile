@@ -107,11 +107,14 @@ test: check
 # A file's tests run in one process, as many share an engine or a job; tests/conftest.py has the order of the files.
 # One that fails is run once more and must pass then, and is named at the end: many race real processes, signals and
 # disks against each other on a machine that may have others at work.
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR --rerun-show-tracebacks
+PROCESSES := 3
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --reruns 1 -rR --rerun-show-tracebacks
 
 check: lint
 	$(PYTEST) -m 'not slow and not slurm' $(ARGS)
 
+# They wait more, for kills, time limits and starts.
+test-slow: PROCESSES := 4
 test-slow: install browser
 	$(PYTEST) -m slow $(ARGS)
 

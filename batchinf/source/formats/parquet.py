@@ -157,9 +157,9 @@ import pyarrow.parquet as pq
 for number, path in enumerate(json.load(sys.stdin)):
     try:
         metadata = pq.read_metadata(path)
-        group = metadata.row_group(0)
-        for column in range(group.num_columns):
-            group.column(column)
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for column in range(group.num_columns):
+                group.column(column)
     except Exception:
         pass
     print(number, flush=True)
