@@ -16,7 +16,7 @@ from batchinf.replica.images import IMAGE_BYTES
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress
 from batchinf.replica.token_count import TokenCount
-from batchinf.replica.writer import Finished, Writer
+from batchinf.replica.writer import Writer
 
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best.
 WINDOW = 1.2
@@ -31,7 +31,7 @@ class Worker:
 
     engine: Engine
     ready: ByteQueue[PendingRequest]
-    finished: ByteQueue[Finished | FailedRow]
+    finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow]
     feeder: Feeder
     writer: Writer
     in_flight: InFlightRecord
@@ -153,7 +153,7 @@ class Worker:
         if known is not None:
             completion = replace(known, request=request)
             self._num_finished += 1
-            self.finished.offer_all([(Finished(pending, completion), num_bytes(completion))])
+            self.finished.offer_all([((pending, completion), num_bytes(completion))])
             return
         # Recorded first, because `add` may kill the engine.
         self._slots[request.key] = self.in_flight.enter(request.row_index)
@@ -185,7 +185,7 @@ class Worker:
             pending = self._pending.pop(key)
             self._image_bytes -= pending.image_bytes
             self.in_flight.leave(self._slots.pop(key))
-            items.append((Finished(pending, completion), num_bytes(completion)))
+            items.append(((pending, completion), num_bytes(completion)))
             if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
                 self._shared[_shared_key(completion.request)] = completion
         self._num_finished += len(items)
