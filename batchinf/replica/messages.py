@@ -225,8 +225,7 @@ class Stopped:
     """Last of an incarnation: it has journalled its results. It ends, or waits for another `Launch`."""
 
 
-LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried
-Event = StartPhase | NoPlacement | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlacement | Ready | Progress | LeaseBegun | LeaseDone | Revoked | Tried | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)
