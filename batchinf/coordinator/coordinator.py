@@ -104,7 +104,7 @@ class Coordinator:
         self._lock = self.epoch.lock
         self._mirror = self.epoch.mirror
         self._display = self.epoch.display
-        self._identity = self.epoch.content_gate
+        self._gate = self.epoch.content_gate
         self._assignment = Assignment(
             self.fleet,
             self.pending,
@@ -235,7 +235,7 @@ class Coordinator:
         time.sleep(_GATHER_S * len(self.fleet.replicas))
         heard = self.fleet.poll(_POLL_S)
         made = self._act(heard)
-        self._identity.look(self.fleet)
+        self._gate.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
             self._assign({replica.number: replica for replica, _ in heard}.values())
@@ -402,7 +402,7 @@ class Coordinator:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
-        self._identity.admit(self.fleet, replica)
+        self._gate.admit(self.fleet, replica)
         self._assignment.note_ready()
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
@@ -449,7 +449,7 @@ class Coordinator:
             self._commit([finished.part for finished in end.finished if finished.part is not None])
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
-            if self._identity.is_open:
+            if self._gate.is_open:
                 self.count.add_kept(end)
         note_end(self._manifest, end)
         suspicion = self.quarantine.note_death(end)
@@ -515,7 +515,7 @@ class Coordinator:
             if not self.fleet.num_working or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
             self._commit_parts(self._act(self.fleet.poll(_POLL_S)))
-            self._identity.look(self.fleet)
+            self._gate.look(self.fleet)
             self._note_ended(self.fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
