@@ -45,11 +45,11 @@ from batchinf.records import Lease, Part
 from batchinf.replica.messages import (
     Assign,
     Command,
-    Identified,
     Key,
     Launch,
     LeaseBegun,
     LeaseDone,
+    MayStore,
     Progress,
     Ready,
     Revoke,
@@ -198,7 +198,7 @@ class Replicas:
             case Stop():
                 replica.channel.send(Stopped())
                 replica.is_over = True
-            case Work() | Identified():
+            case Work() | MayStore():
                 pass
 
     def _come_up(self, replica: Replica) -> None:

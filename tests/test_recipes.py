@@ -161,11 +161,11 @@ Command = Greet | ''',
     )
     copy.replace(
         path,
-        "                case Identified():\n",
+        "                case MayStore():\n",
         """\
                 case Greet(name):
                     self._port.send(Greeting(f"hello {name}"))
-                case Identified():
+                case MayStore():
 """,
     )
     path = "batchinf/coordinator/coordinator.py"

@@ -17,7 +17,7 @@ from batchinf.job.job import Job
 from batchinf.manifest.lines import ModelFiles
 from batchinf.manifest.log import Manifest
 from batchinf.model.content import Contents, check_unchanged
-from batchinf.replica.messages import Identified
+from batchinf.replica.messages import MayStore
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,13 +41,13 @@ class ContentGate:
         self.is_open = True
         for replica in fleet.replicas:
             if replica.is_running:
-                fleet.send(replica, Identified())
+                fleet.send(replica, MayStore())
 
     def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
         check_unchanged(self.contents.stamps)
         if self.is_open:
-            fleet.send(replica, Identified())
+            fleet.send(replica, MayStore())
         elif not self._has_said:
             self._has_said = True
             num_read = size_text(self.contents.num_bytes_read)

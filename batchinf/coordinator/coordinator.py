@@ -30,7 +30,7 @@ from batchinf.coordinator.row_count import RowCount
 from batchinf.fleet.devices import platform_warning
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
-from batchinf.fleet.replica import Action, FleetReplica
+from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
@@ -43,6 +43,7 @@ from batchinf.output.replace import check_replaced, other_images_note
 from batchinf.records import Part
 from batchinf.replica.messages import (
     DISK_ERROR,
+    Event,
     LeaseBegun,
     LeaseDone,
     NoPlacement,
@@ -59,8 +60,7 @@ _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
 _ROUND_PAUSE = 5.0  # between two looks at all replicas, as a multiple of the time that a look takes
 _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
-# The coordinator gathers messages for this time, in seconds, for each replica. With 1,000 replicas that is 10 ms, and
-# about ten messages share a commit.
+# Messages are gathered for so many seconds a replica: with 1,000 replicas for 10 ms, so that about ten share a commit.
 _GATHER_S = 1e-5
 # What a bucket has of a stop's time: the last of it is for the lock and the status. If the replicas took all of it,
 # there is a little more: those who stop a job kill it 30 s after SIGTERM.
@@ -104,7 +104,7 @@ class Coordinator:
         self._lock = self.epoch.lock
         self._mirror = self.epoch.mirror
         self._display = self.epoch.display
-        self._identity = self.epoch.content_gate
+        self._gate = self.epoch.content_gate
         self._assignment = Assignment(
             self.fleet,
             self.pending,
@@ -233,12 +233,12 @@ class Coordinator:
         if is_round:
             start_due(self.fleet, self._manifest)
         time.sleep(_GATHER_S * len(self.fleet.replicas))
-        actions = self.fleet.poll(_POLL_S)
-        made = self._act(actions)
-        self._identity.look(self.fleet)
+        heard = self.fleet.poll(_POLL_S)
+        made = self._act(heard)
+        self._gate.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
-            self._assign({replica.number: replica for replica, _ in actions}.values())
+            self._assign({replica.number: replica for replica, _ in heard}.values())
         self._commit_parts(made)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
@@ -279,29 +279,29 @@ class Coordinator:
     def _state(self) -> str:
         return "running" if any(replica.is_running for replica in self.fleet.replicas) else "starting"
 
-    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> list[Part]:
+    def _act(self, heard: Iterable[tuple[FleetReplica, Event | None]]) -> list[Part]:
         """Do what follows from messages of replicas, but the commit of their parts. Returns these."""
         made: list[Part] = []
         ready: list[tuple[FleetReplica, Ready]] = []
         without_placement: list[tuple[FleetReplica, NoPlacement]] = []
         stopped: list[FleetReplica] = []
-        for replica, action in actions:
-            match action:
+        for replica, event in heard:
+            match event:
                 case LeaseDone(lease, part=None):
-                    self.count.add_lease(action)
+                    self.count.add_lease(event)
                     self._assignment.note_stored(lease)
                 case LeaseDone(part=Part() as part):
-                    self.count.add_lease(action)
+                    self.count.add_lease(event)
                     made.append(part)
                 case Revoked(leases):
                     self._assignment.take_back(leases)
                 case LeaseBegun():
-                    self._note_begun(action)
+                    self._note_begun(event)
                 case Ready():
-                    ready.append((replica, action))
-                    self._let_begin(replica, action)
+                    ready.append((replica, event))
+                    self._let_begin(replica, event)
                 case NoPlacement():
-                    without_placement.append((replica, action))
+                    without_placement.append((replica, event))
                 case Tried(rows):
                     self.quarantine.survived(replica, rows)
                 case Stopped():
@@ -402,7 +402,7 @@ class Coordinator:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
-        self._identity.admit(self.fleet, replica)
+        self._gate.admit(self.fleet, replica)
         self._assignment.note_ready()
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
@@ -449,7 +449,7 @@ class Coordinator:
             self._commit([finished.part for finished in end.finished if finished.part is not None])
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
-            if self._identity.is_open:
+            if self._gate.is_open:
                 self.count.add_kept(end)
         note_end(self._manifest, end)
         suspicion = self.quarantine.note_death(end)
@@ -515,7 +515,7 @@ class Coordinator:
             if not self.fleet.num_working or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
             self._commit_parts(self._act(self.fleet.poll(_POLL_S)))
-            self._identity.look(self.fleet)
+            self._gate.look(self.fleet)
             self._note_ended(self.fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.

@@ -41,7 +41,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import naming_lines, open_input
-from batchinf.job.resolve import with_known_numbers
+from batchinf.job.resolve import with_known_degrees
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
 from batchinf.manifest.lines import Recovered, StartedReplica
 from batchinf.manifest.lock import JobLock
@@ -88,11 +88,8 @@ def start(
     """
     if prepared.state is not None:
         check_current(prepared.folder, prepared.state.header, is_done=prepared.state.is_done)
-    prepared = with_known_numbers(
-        prepared,
-        functools.partial(with_known_length, say=display.say),
-        functools.partial(with_degrees, backend=backend, say=display.say),
-    )
+    prepared = with_known_length(prepared, display.say)
+    prepared = with_known_degrees(prepared, functools.partial(with_degrees, backend=backend, say=display.say))
     _note_later_columns(prepared, display.say)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)

@@ -12,7 +12,7 @@ from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import EngineSettings, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
-from batchinf.fleet.replica import Action, FleetReplica
+from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.status import Totals
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.names import incarnation_name
@@ -22,6 +22,7 @@ from batchinf.replica.messages import (
     WAITING_FOR_INPUT,
     Assign,
     Command,
+    Event,
     Failed,
     InFlightRequest,
     Launch,
@@ -228,16 +229,16 @@ class Fleet:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def poll(self, wait_s: float) -> list[tuple[FleetReplica, Action | None]]:
-        """One item for each message of a replica, after at most `wait_s` seconds: what the coordinator has to do."""
+    def poll(self, wait_s: float) -> list[tuple[FleetReplica, Event | None]]:
+        """One item for each message of a replica, after at most `wait_s` seconds; see `FleetReplica.hear`."""
         by_handle = {id(handle): self.replicas[number] for number, handle in self.handles.items()}
-        actions = []
+        heard = []
         for handle, event in self.backend.poll(wait_s):
             replica = by_handle.get(id(handle))
             if replica is not None:
-                actions.append((replica, replica.hear(event, now=time.monotonic(), at=time.time())))
+                heard.append((replica, replica.hear(event, now=time.monotonic(), at=time.time())))
                 self.is_cache_warm |= replica.is_up and not handle.has_own_cache
-        return actions
+        return heard
 
     def send(self, replica: FleetReplica, message: Command) -> None:
         """Send a message to a replica, if it runs."""

@@ -1,4 +1,4 @@
-"""One replica as a state machine without processes: events go in, and actions for the coordinator come out.
+"""One replica as a state machine without processes: messages go in, and those that the coordinator acts on come out.
 
 `Fleet` runs the processes; it says what happened and when, and asks what is due. Only this module changes the state of
 a replica. Times are in seconds of the monotonic clock, unless they say otherwise.
@@ -23,7 +23,6 @@ from batchinf.replica.messages import (
     Key,
     LeaseBegun,
     LeaseDone,
-    LeaseEvent,
     NoPlacement,
     Progress,
     Ready,
@@ -60,10 +59,6 @@ _AHEAD_STEPS = 2
 _SPANS = 4
 # Sums of shares of rows are not exact.
 _ROUNDING = 1e-4
-
-
-Action = NoPlacement | Ready | LeaseBegun | LeaseDone | Revoked | Tried | Stopped
-"""A message on which the coordinator has to act. Its leases are those that the coordinator has given."""
 
 
 class Intake:
@@ -324,8 +319,12 @@ class FleetReplica:
         self.current = IncarnationState(incarnation, is_live=True, steps_changed_at=now, start_moved_at=now)
         self.state = "starting"
 
-    def hear(self, event: Event, *, now: float, at: float) -> Action | None:
-        """Take in a message of the running incarnation. at: when it came, in seconds since 1970."""
+    def hear(self, event: Event, *, now: float, at: float) -> Event | None:
+        """Take in a message of the running incarnation. Returns it if the coordinator has to act on it.
+
+        at: when it came, in seconds since 1970. The leases of the message that is returned are those that the
+        coordinator has given.
+        """
         self.heard_at = round(at, 3)
         current = self.current
         current.start_moved_at = now
@@ -368,7 +367,7 @@ class FleetReplica:
         if current.intake is not None:
             current.intake.note(progress, now)
 
-    def _hear_about_leases(self, event: LeaseEvent) -> Action | None:
+    def _hear_about_leases(self, event: Event) -> Event | None:
         current = self.current
         match event:
             case LeaseBegun(key, _, num_recovered_rows):
@@ -381,6 +380,7 @@ class FleetReplica:
                 return Revoked(self.take_back(lease.key for lease in leases))
             case Tried():
                 return event
+        return None
 
     def _finish(self, event: LeaseDone) -> LeaseDone | None:
         """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease.
@@ -461,8 +461,8 @@ class FleetReplica:
             match event:
                 case Revoked() | LeaseDone(part=None):
                     continue
-            if isinstance(action := self.hear(event, now=now, at=at), LeaseDone):
-                finished.append(action)
+            if isinstance(heard := self.hear(event, now=now, at=at), LeaseDone):
+                finished.append(heard)
         return tuple(finished)
 
     def end(

@@ -30,8 +30,11 @@ def with_known_length(
 ) -> PreparedJob:
     """The job with a number in place of `auto`, by all rows, the same for all slices. Raises UserError.
 
-    progress: gets the lines that are of use only while the rows are read; `say` by default.
+    A job without `auto` stays as it is. progress: gets the lines that are of use only while the rows are read; `say` by
+    default.
     """
+    if not prepared.spec.has_auto_length:
+        return prepared
     progress = progress or say
     progress("engine.max_model_len auto: reading all rows before the engines start")
     job = open_input(prepared, cache, progress)

@@ -5,7 +5,7 @@
 1. Before the model is known: rules, task, length, backend of structured outputs, meaning of answers.
 2. By the model: parser of tool calls, sampling, values of the task.
 3. By the input: its first rows and then its scan give format and columns; all its rows give the meaning of answers.
-4. Before replicas start: a length by the longest row, degrees by the devices.
+4. Before replicas start: a length by the longest row (`model_len.py`), degrees by the devices.
 
 `Launcher.of` chooses the engine arguments that the spec still leaves open, by the devices of a slot.
 """
@@ -189,19 +189,6 @@ def with_rows(prepared: PreparedJob, source: Source, say: Callable[[str], None])
 
 # -- 4. before replicas start ------------------------------------------------------------------------------------------
 
-WithLength = Callable[[PreparedJob], PreparedJob]
-WithDegrees = Callable[[SpecFile, Mapping[str, Any] | None], SpecFile]
-
-
-def with_known_numbers(prepared: PreparedJob, with_known_length: WithLength, with_degrees: WithDegrees) -> PreparedJob:
-    """The job with numbers in place of `auto` for the length and the degrees. Raises UserError.
-
-    with_known_length: reads all rows, and calls `with_longest`. with_degrees: see `with_known_degrees`.
-    """
-    if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared)
-    return with_known_degrees(prepared, with_degrees)
-
 
 def with_longest(prepared: PreparedJob, length: int, answers: str) -> PreparedJob:
     """The job with this length, and with the meaning of answers that the pass over its rows found."""
@@ -211,7 +198,9 @@ def with_longest(prepared: PreparedJob, length: int, answers: str) -> PreparedJo
     return replace(prepared, file=file, spec=spec)
 
 
-def with_known_degrees(prepared: PreparedJob, with_degrees: WithDegrees) -> PreparedJob:
+def with_known_degrees(
+    prepared: PreparedJob, with_degrees: Callable[[SpecFile, Mapping[str, Any] | None], SpecFile]
+) -> PreparedJob:
     """The job with numbers in place of `auto` for the tensor and pipeline-parallel sizes.
 
     with_degrees: chooses them on a backend's devices, also given the section `parallel` of a begun job.

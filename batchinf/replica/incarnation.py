@@ -43,8 +43,8 @@ from batchinf.replica.messages import (
     Command,
     Event,
     Failed,
-    Identified,
     Launch,
+    MayStore,
     Progress,
     Ready,
     Revoke,
@@ -96,7 +96,7 @@ class Incarnation:
         self._first_fork = FirstFork(num_forks)
         self._worker: Worker | None = None
         self._progress_s = _PROGRESS_S
-        self._is_identified = threading.Event()
+        self._is_gate_open = threading.Event()
         # vLLM loads an adapter again if it has more of them than fit into its memory.
         self._adapter_stamps = stamps_of(path for adapter in launch.adapters for path in adapter_files(adapter))
         self._lock = threading.Lock()
@@ -231,8 +231,8 @@ class Incarnation:
         return pipeline
 
     def _may_store(self) -> None:
-        """Wait until the model's digests are durable. Raises DriftError if an adapter has changed since the start."""
-        self._is_identified.wait()
+        """Wait until the content gate is open. Raises DriftError if an adapter has changed since the start."""
+        self._is_gate_open.wait()
         check_unchanged(self._adapter_stamps)
 
     def listen(self, heard: list[Command]) -> None:
@@ -290,8 +290,8 @@ class Incarnation:
                     self._changed.notify_all()
                     if self._worker is not None:
                         self._worker.stop(message.drain_s)
-                case Identified():
-                    self._is_identified.set()
+                case MayStore():
+                    self._is_gate_open.set()
                 case _:
                     self._pass_on(message)
 

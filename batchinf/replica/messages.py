@@ -97,8 +97,8 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
-    """The model's digests are durable, so results may be stored. Only after `Ready`."""
+class MayStore:
+    """The content gate is open: the model's digests are durable, so results may be stored. Only after `Ready`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Stop:
     """Do not end, but wait for another `Launch`. All rows are stored."""
 
 
-Command = Launch | Work | Assign | Trial | Revoke | Identified | Stop
+Command = Launch | Work | Assign | Trial | Revoke | MayStore | Stop
 
 # -- from a replica ----------------------------------------------------------------------------------------------------
 
@@ -225,8 +225,7 @@ class Stopped:
     """Last of an incarnation: it has journalled its results. It ends, or waits for another `Launch`."""
 
 
-LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried
-Event = StartPhase | NoPlacement | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlacement | Ready | Progress | LeaseBegun | LeaseDone | Revoked | Tried | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

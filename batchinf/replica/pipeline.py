@@ -21,14 +21,14 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import Lease, Part
+from batchinf.records import Completion, Lease, Part
 from batchinf.replica.answers import Detokenizer, answers_of
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.worker import Worker, window
-from batchinf.replica.writer import Finished, Writer
+from batchinf.replica.writer import Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import RULES_OF_ATTEMPTS
@@ -100,7 +100,7 @@ class Pipeline:
         """The worker of an engine that is up."""
         info = engine.info
         ready: ByteQueue[PendingRequest] = ByteQueue(_num_ready(info.max_num_seqs), _READY_BYTES)
-        finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self._make_detokenizer()  # does nothing if a thread has begun
         writer = Writer(
             finished=finished,

@@ -16,7 +16,7 @@ from batchinf.replica.images import IMAGE_BYTES
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress
 from batchinf.replica.token_count import TokenCount
-from batchinf.replica.writer import Finished, Writer
+from batchinf.replica.writer import Writer
 
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best.
 WINDOW = 1.2
@@ -31,7 +31,7 @@ class Worker:
 
     engine: Engine
     ready: ByteQueue[PendingRequest]
-    finished: ByteQueue[Finished | FailedRow]
+    finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow]
     feeder: Feeder
     writer: Writer
     in_flight: InFlightRecord
@@ -41,7 +41,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         info = self.engine.info
-        self._slots: dict[tuple[int, int], int] = {}
+        self._entries: dict[tuple[int, int], int] = {}  # of the in-flight record
         self._window = window(info.max_num_seqs)
         self._pending: dict[tuple[int, int], PendingRequest] = {}
         self._deadline: float | None = None
@@ -121,7 +121,7 @@ class Worker:
             # An engine may report a first token late, when the request has finished already.
             begun = [request for request in self.engine.begun() if request.key in self._pending]
             for request in begun:
-                self.in_flight.note_output(self._slots[request.key])
+                self.in_flight.note_output(self._entries[request.key])
             self._tokens.step(begun, finished, self.engine.stats().num_running)
 
     def _admit(self) -> None:
@@ -153,14 +153,14 @@ class Worker:
         if known is not None:
             completion = replace(known, request=request)
             self._num_finished += 1
-            self.finished.offer_all([(Finished(pending, completion), num_bytes(completion))])
+            self.finished.offer_all([((pending, completion), num_bytes(completion))])
             return
         # Recorded first, because `add` may kill the engine.
-        self._slots[request.key] = self.in_flight.enter(request.row_index)
+        self._entries[request.key] = self.in_flight.enter(request.row_index)
         try:
             self.engine.add(request)
         except RowFailed as refusal:
-            self.in_flight.leave(self._slots.pop(request.key))
+            self.in_flight.leave(self._entries.pop(request.key))
             result = error_result(
                 pending.prompt,
                 request.request_index,
@@ -184,8 +184,8 @@ class Worker:
             key = completion.request.key
             pending = self._pending.pop(key)
             self._image_bytes -= pending.image_bytes
-            self.in_flight.leave(self._slots.pop(key))
-            items.append((Finished(pending, completion), num_bytes(completion)))
+            self.in_flight.leave(self._entries.pop(key))
+            items.append(((pending, completion), num_bytes(completion)))
             if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
                 self._shared[_shared_key(completion.request)] = completion
         self._num_finished += len(items)

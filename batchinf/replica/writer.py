@@ -38,14 +38,6 @@ _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 _WIDE_BYTES = (128 << 20) * (1 + _WIDE_CLOSERS)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A completion with its pending request."""
-
-    pending: PendingRequest
-    completion: Completion
-
-
 @dataclass(slots=True, eq=False)
 class _Closing:
     """A finished shard whose part is being written."""
@@ -62,7 +54,7 @@ class _Closing:
 class Writer(threading.Thread):
     """Takes finished requests from a queue; each finished shard that it holds whole becomes a staged part."""
 
-    finished: ByteQueue[Finished | FailedRow]
+    finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow]
     task: Task
     answers: Answers
     write_part: Callable[[OpenLease], Part]
@@ -150,15 +142,15 @@ class Writer(threading.Thread):
         self._raise_closing()
         return bool(items) or is_behind or not is_last
 
-    def _store(self, items: Sequence[Finished | FailedRow]) -> None:
+    def _store(self, items: Sequence[tuple[PendingRequest, Completion] | FailedRow]) -> None:
         faults.point("writer.store")
-        finished = [item for item in items if isinstance(item, Finished)]
-        answers = self.answers.read([item.completion for item in finished])
+        finished = [item for item in items if not isinstance(item, FailedRow)]
+        answers = self.answers.read([completion for _, completion in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
         num_unasked: Counter[Key] = Counter()
-        for item, answer in zip(finished, answers, strict=True):
-            lease = item.pending.lease
-            by_lease.setdefault(lease.key, (lease, []))[1].append(_result(item, answer))
+        for (pending, completion), answer in zip(finished, answers, strict=True):
+            lease = pending.lease
+            by_lease.setdefault(lease.key, (lease, []))[1].append(_result(pending, completion, answer))
         for row in (item for item in items if isinstance(item, FailedRow)):
             by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
             num_unasked[row.lease.key] += len(row.results)
@@ -249,9 +241,7 @@ class Writer(threading.Thread):
         return sum(closing.num_bytes for closing in self._closing)
 
 
-def _result(finished: Finished, answer: Answer) -> Result:
-    pending = finished.pending
-    completion = finished.completion
+def _result(pending: PendingRequest, completion: Completion, answer: Answer) -> Result:
     if answer.finish_reason is not None:
         completion = replace(completion, finish_reason=answer.finish_reason)
     return Result(

@@ -71,7 +71,7 @@ class PendingRows:
         self._cursor = 0  # no such shard is before it
         self._pieces: dict[int, list[Lease]] = {}  # the pending rows of all other shards, by place
         self._cuts: dict[int, _Cut] = {}
-        self._to_close: deque[Lease] = deque()
+        self.stored_leases: deque[Lease] = deque()  # shards that have no part yet; the journal has all their results
         self.num_rows = (
             rows_of_shards(self.extents, self._is_untouched)
             if num_chosen is None
@@ -80,20 +80,15 @@ class PendingRows:
 
     def __bool__(self) -> bool:
         """Whether there is anything to hand out."""
-        return bool(self._to_close) or self.num_rows > 0
-
-    @property
-    def has_shards_to_close(self) -> bool:
-        """Whether the journal has all results of a shard that has no part yet."""
-        return bool(self._to_close)
+        return bool(self.stored_leases) or self.num_rows > 0
 
     def take(self, num_rows: int | None = None, most_rows: int | None = None) -> Lease:
         """Hand out the next rows: about `num_rows` of one shard and at most `most_rows`; None: all that are pending.
 
-        A shard whose results are stored comes first, and whole. Raises IndexError if nothing is pending.
+        A stored lease comes first, and whole. Raises IndexError if nothing is pending.
         """
-        if self._to_close:
-            return self._to_close.popleft()
+        if self.stored_leases:
+            return self.stored_leases.popleft()
         lease = self._first()
         if num_rows is not None and lease.num_to_run > min(_NOT_CUT * num_rows, most_rows or math.inf):
             lease, rest = self._cut(lease, num_rows)
@@ -105,7 +100,7 @@ class PendingRows:
         """Make leases pending that were handed out or withheld, and whose results are not stored by their replica."""
         for lease in leases:
             if lease.is_stored:
-                self._to_close.append(lease)
+                self.stored_leases.append(lease)
                 continue
             self.num_rows += lease.num_to_run
             pieces = self._pieces.setdefault(lease.index, [])
@@ -120,7 +115,7 @@ class PendingRows:
         if not cut.num_rows:
             del self._cuts[lease.index]
             whole = self._piece(lease.index, attempts=cut.attempts + 1)
-            self._to_close.append(replace(whole, is_stored=True))
+            self.stored_leases.append(replace(whole, is_stored=True))
 
     def withhold(self, leases: Iterable[Lease]) -> None:
         """Do not hand out these rows until `give_back` returns them."""
@@ -220,8 +215,8 @@ class ReplicaLoad:
     """It takes leases and is not about to end."""
     engine_rows: int | None = None
     """Rows that its engine runs, or will run before it can be given more; None before its first report."""
-    num_closing: int = 0
-    """Leases that it has whose results are stored: it makes their parts."""
+    num_stored: int = 0
+    """Stored leases that it has: it makes their parts."""
 
     def has_room_among_many(self, *, is_gathering: bool) -> bool:
         """Whether it takes a lease while many rows are left."""
@@ -297,13 +292,13 @@ def next_leases(
     While many rows are left, each accepting replica gets enough leases to keep its engine full between two of them: two
     windows of rows, and one lease that it has not begun. Nearly all are whole shards. While few are left, it gets at
     most its share and what its engine runs, in leases that become smaller and smaller. The replica with the fewest
-    outstanding rows comes first. Shards whose results are stored go out before all others; see `_closings`.
+    outstanding rows comes first. Stored leases go out before all others; see `_give_stored`.
 
     is_gathering: other replicas are about to come up, and the rows have a stored order. While many rows are left, each
     replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica
     to come up must not get all of them.
     """
-    handed_out = _closings(pending, replicas)
+    handed_out = _give_stored(pending, replicas)
     hungry = [(load.outstanding_rows, load.replica, load) for load in replicas if load.is_accepting]
     heapq.heapify(hungry)
     while pending and hungry:
@@ -328,16 +323,16 @@ def next_leases(
     return _merged(handed_out)
 
 
-def _closings(pending: PendingRows, replicas: Sequence[ReplicaLoad]) -> list[tuple[int, Lease]]:
-    """Hand out the shards whose results are stored, each to the replica that closes the fewest; of these, with the
-    fewest outstanding rows. It needs no room in an engine for them."""
-    closers = [(load.num_closing, load.outstanding_rows, load.replica) for load in replicas if load.is_accepting]
-    heapq.heapify(closers)
+def _give_stored(pending: PendingRows, replicas: Sequence[ReplicaLoad]) -> list[tuple[int, Lease]]:
+    """Hand out the stored leases, each to the replica that has the fewest; of these, with the fewest outstanding rows.
+    It needs no room in an engine for them."""
+    takers = [(load.num_stored, load.outstanding_rows, load.replica) for load in replicas if load.is_accepting]
+    heapq.heapify(takers)
     handed_out = []
-    while pending.has_shards_to_close and closers:
-        num_closing, rows, replica = closers[0]
+    while pending.stored_leases and takers:
+        num_stored, rows, replica = takers[0]
         handed_out.append((replica, pending.take()))
-        heapq.heapreplace(closers, (num_closing + 1, rows, replica))
+        heapq.heapreplace(takers, (num_stored + 1, rows, replica))
     return handed_out
 
 

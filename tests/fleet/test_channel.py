@@ -32,7 +32,7 @@ MESSAGES = (
     ),
     messages.Revoke(((1, 4, 8), (2, 9, 12))),
     messages.Trial((records.Lease(1, 0, 9),), (1, 2, 3)),
-    messages.Identified(),
+    messages.MayStore(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
     messages.NoPlacement("each asks for 1 GPU"),

@@ -299,7 +299,7 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert all(row["text"] is None and row["token_ids"] is None for row in bad)
     assert sum(one.worker.progress().errors.values()) == 4
     assert one.worker.progress().num_rows == 40
-    assert not one.worker._slots  # nothing is held of rows that are over
+    assert not one.worker._entries  # nothing is held of rows that are over
 
 
 def test_tokens_are_counted_as_they_are_generated(bench: Callable[..., Bench]) -> None:

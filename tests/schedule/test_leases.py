@@ -73,12 +73,12 @@ def test_the_last_lease_that_is_stored_makes_a_shard_that_can_be_closed() -> Non
     pending.give_back([replace(first, attempts=2)])
     assert pending.take() == replace(first, attempts=2)
     pending.store(replace(first, attempts=2))
-    closing = pending.take()
-    assert closing == Lease(0, 0, 7, is_stored=True, attempts=3)
-    assert (closing.num_to_run, pending.num_rows) == (0, 0)
+    stored = pending.take()
+    assert stored == Lease(0, 0, 7, is_stored=True, attempts=3)
+    assert (stored.num_to_run, pending.num_rows) == (0, 0)
     # Nobody has closed it: it comes first, whatever else is pending.
-    pending.give_back([other, closing])
-    assert pending.take(1) == closing
+    pending.give_back([other, stored])
+    assert pending.take(1) == stored
 
 
 @st.composite
@@ -288,7 +288,7 @@ def test_shards_whose_results_are_stored_go_to_all_replicas() -> None:
 
 
 def test_a_replica_that_closes_a_shard_is_not_given_the_next_one() -> None:
-    loads = [replace(load(0, rows=0), num_closing=1), load(1, rows=500), load(2, rows=0, accepts=False)]
+    loads = [replace(load(0, rows=0), num_stored=1), load(1, rows=500), load(2, rows=0, accepts=False)]
     sharing = Sharing(2, 500, are_few=True)
     assert [replica for replica, _ in next_leases(stored_shards(3), loads, sharing)] == [1, 0, 1]
 

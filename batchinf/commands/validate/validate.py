@@ -40,7 +40,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import naming_lines, open_input, prepare_job
-from batchinf.job.resolve import with_known_numbers
+from batchinf.job.resolve import with_known_degrees
 from batchinf.job.sample import hopeless, sampled_rows
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import others_note
@@ -135,11 +135,9 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
     new: NewRows = "leave" if is_done else "refuse"
     prepared = prepare_job(file, state, new)
     check_weights(prepared.model, prepared.spec.model.load_format)  # reading the rows may take minutes
-    prepared = with_known_numbers(
-        prepared,
-        functools.partial(with_known_length, say=remarks.append, cache=cache, progress=say_on_stderr),
-        functools.partial(with_degrees, backend=_local(file.spec), say=remarks.append),
-    )
+    prepared = with_known_length(prepared, remarks.append, cache, progress=say_on_stderr)
+    degrees_of = functools.partial(with_degrees, backend=_local(file.spec), say=remarks.append)
+    prepared = with_known_degrees(prepared, degrees_of)
     job = open_input(prepared, cache)
     if is_done:
         try:

@@ -145,7 +145,7 @@ class Assignment:
             unbegun=replica.unbegun,
             is_accepting=not replica.is_stopping and not self._quarantine.is_on_trial(replica),
             engine_rows=None if intake is None else intake.rows,
-            num_closing=sum(lease.is_stored for lease in replica.current.leases.values()),
+            num_stored=sum(lease.is_stored for lease in replica.current.leases.values()),
         )
 
     def _share(self, loads: Sequence[ReplicaLoad]) -> Sharing:
