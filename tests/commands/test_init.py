@@ -532,7 +532,23 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "embed", *given[4:])
     assert (refused.returncode, (tmp_path / "new.yaml").exists()) == (2, False)
     assert refused.stderr == "error: --labels: got --for embed, which has no labels; write --for label or --for score\n"
-    assert "Missing option '--for'" in jobs.run("init", tmp_path / "new.yaml").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["init"], "--for label|generate|score|embed|logits|rerank, --model MODEL, --data PATH"),
+        (["init", "new.yaml", "--data=rows.csv", "--for", "label"], "--model MODEL"),
+        (["export", "--to", "csv"], "OUT, --output FILE"),
+        (["run-batch", "--max-model-len", "4096"], "--input-file FILE, --output-file FILE, --model MODEL"),
+    ],
+)
+def test_all_that_is_missing_is_named_with_what_it_takes(arguments: list[str], missing: str) -> None:
+    done = jobs.run(*arguments)
+    assert done.returncode == 2
+    words = " ".join(line.strip("│ ") for line in done.stderr.splitlines() if line.startswith("│"))
+    assert words.startswith(f"Missing: {missing}. Example: batchinf {arguments[0]} "), words
+    assert set("label|generate|score|embed|logits|rerank".split("|")) == PURPOSES.keys()
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
