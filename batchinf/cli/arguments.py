@@ -2,7 +2,7 @@
 
 import enum
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -71,15 +71,25 @@ class _Plain:
 
 class _Command(_Plain, typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        all_args = [*args]
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
+            if type(error).__name__ == "MissingParameter":  # it names the first alone
+                ctx.fail(f"Missing: {', '.join(self._missing(ctx, all_args))}. {self.epilog}")
             option = getattr(error, "option_name", None)  # of an option that the command does not have
             takes_fields = any("--set" in param.opts for param in self.params)
             if hint := option and option_hint(str(ctx.info_name), option, takes_fields=takes_fields):
                 error.message = f"No such option: {option}; {hint}."  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
+
+    def _missing(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """What is needed and not among the arguments, with the values that it takes."""
+        given = self.make_parser(ctx).parse_args(args=args)[0]
+        for param in self.params:
+            if param.required and given.get(str(param.name)) is None:
+                yield " ".join((*(name for name in param.opts[-1:] if name.startswith("-")), str(param.metavar)))
 
 
 class _Group(_Plain, typer.core.TyperGroup):

@@ -38,14 +38,14 @@ def _init(
         str,
         typer.Option(
             "--for",
-            metavar="WHAT",
-            help="What the job is for. Pictures and texts: label (the model writes one of a few words), generate (a "
-            "text), score (logprobs of labels or texts) or embed (a vector). Texts alone: logits (of the next token) "
-            "or rerank (documents for a query).",
+            metavar="label|generate|score|embed|logits|rerank",
+            help="What each row gets: one of a few words (label), a text (generate), logprobs of labels or texts "
+            "(score), a vector (embed), logits of the next token, or an order of documents (rerank). Pictures may be "
+            "in all but logits and rerank.",
         ),
     ],
-    model: Annotated[str, typer.Option(help="A Hugging Face id, or the model's folder.")],
-    data: Annotated[str, typer.Option(help="The rows: a file, a glob, a folder, a URL.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A Hugging Face id, or the model's folder.")],
+    data: Annotated[str, typer.Option(metavar="PATH", help="The rows: a file, a glob, a folder, a URL.")],
     labels: Annotated[
         str, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
     ] = "",
@@ -141,7 +141,7 @@ def _run_batch(
             may_be_url=True,
         ),
     ],
-    model: Annotated[str, typer.Option("--model", help="A Hugging Face id, or the model's folder.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A Hugging Face id, or the model's folder.")],
     job: Annotated[
         str | None, path_option("--job", metavar="FOLDER", help="The job's folder; default: beside the answers.")
     ] = None,

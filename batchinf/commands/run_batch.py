@@ -21,7 +21,7 @@ from batchinf.model.model import resolve
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.images import Placeholders
-from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, url_of
+from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, most_logprobs, url_of
 from batchinf.source.formats.lines import OPENAI
 from batchinf.spec.images import ImageSettings
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, JobSpec
@@ -308,12 +308,7 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     These are the most logprobs of outputs and of prompts that a line asks for. Nothing of a file that is not on this
     host.
     """
-    most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
-    for body in _bodies(path, (b"logprobs",)):
-        for field, asked in _logprobs_of(body).items():
-            if type(asked) is int and asked >= 0:
-                most[field] = max(most[field] or 0, asked)
-    return {"sampling": most}
+    return {"sampling": most_logprobs(_lines(path, (b"logprobs",)))}
 
 
 def most_images(path: str) -> int:
@@ -329,9 +324,3 @@ def _num_images(body: Mapping[str, Any]) -> int:
 def _items(value: object) -> list[dict[str, Any]]:
     """The mappings in a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line asks for, in the spec's fields; values of any type."""
-    number = (body.get("top_logprobs") or 0) if body.get("logprobs") is True else body.get("logprobs")
-    return {"logprobs": number, "prompt_logprobs": body.get("prompt_logprobs")}

@@ -64,7 +64,8 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
         check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}}, files)
     except DriftError as error:
         raise DriftError(
-            f"{error}\nwith --retry, the fields of sampling may change, except n and those of logprobs"
+            f"{error}\nwith --retry, the fields of sampling may change, except n and those of logprobs; any other "
+            "change needs a new job with another output.path"
         ) from None
     spec = prepared.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])})
     return dataclasses.replace(prepared, spec=spec, overrides=overrides)

@@ -76,6 +76,8 @@ class ColumnChanges:
     """Rows that differ in it."""
     deltas: DeltaSummary | None = None
     """Of numbers. Of lists and vectors: up to the first different token or position."""
+    num_left_out: int = 0
+    """Numbers that both rows have after it."""
     num_vectors: int | None = None
     """How many were compared."""
     num_same_largest: int | None = None
@@ -88,7 +90,8 @@ class ColumnChanges:
         """The counts as text."""
         facts = [f"{self.name}: {self.num_changed:,} rows differ"]
         if self.deltas is not None and self.deltas.num:
-            facts.append(f"of {self.deltas.num:,} numbers, {self.deltas}")
+            after = f", without {self.num_left_out:,} after the first other token or position" * bool(self.num_left_out)
+            facts.append(f"of {self.deltas.num:,} numbers{after}, {self.deltas}")
         if self.num_vectors and self.num_same_largest is not None:
             share = self.num_same_largest / self.num_vectors
             facts.append(f"the largest is the same in {self.num_same_largest:,} of {self.num_vectors:,} ({share:.2%})")
@@ -148,6 +151,7 @@ class _Column(abc.ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_changed = 0
+        self._num_left_out = 0
 
     @abc.abstractmethod
     def compare(self, a: pa.Array, b: pa.Array, most: Int64Array | None) -> tuple[BoolArray, dict[str, Any]]:
@@ -200,7 +204,8 @@ class _Lists(_Column):
         is_changed = (common < one.lengths) | (common < other.lengths) | (one.is_null != other.is_null)
         columns: dict[str, Any] = {f"{self.name}_first_difference": pa.array(common, mask=~is_changed)}
         if self._has_deltas:
-            counts = _counts(one, other, most)
+            counts, num_left_out = _counts(one, other, most)
+            self._num_left_out += num_left_out
             deltas = delta(one.values[one.heads(counts)], other.values[other.heads(counts)])
             self._deltas.add(deltas)
             greatest = reduce_runs(np.maximum, np.nan_to_num(np.abs(deltas), nan=0.0, posinf=0.0), counts)
@@ -209,7 +214,9 @@ class _Lists(_Column):
 
     def summary(self) -> ColumnChanges:
         deltas = self._deltas.summary() if self._has_deltas else None
-        return ColumnChanges(name=self.name, num_changed=self.num_changed, deltas=deltas)
+        return ColumnChanges(
+            name=self.name, num_changed=self.num_changed, deltas=deltas, num_left_out=self._num_left_out
+        )
 
 
 class _Vectors(_Column):
@@ -227,7 +234,8 @@ class _Vectors(_Column):
     def compare(self, a: pa.Array, b: pa.Array, most: Int64Array | None) -> tuple[BoolArray, dict[str, Any]]:
         one = _vector_lists(a)
         other = _vector_lists(b)
-        counts = _counts(one, other, most)
+        counts, num_left_out = _counts(one, other, most)
+        self._num_left_out += num_left_out * one.values.shape[1]
         if counts.any() and one.values.shape[1] != other.values.shape[1]:
             widths = f"{one.values.shape[1]:,} and of {other.values.shape[1]:,}"
             raise OutputError(f"{self.name}: vectors of {widths} numbers cannot be compared")
@@ -275,6 +283,7 @@ class _Vectors(_Column):
             name=self.name,
             num_changed=self.num_changed,
             deltas=self._deltas.summary(),
+            num_left_out=self._num_left_out,
             num_vectors=self._num_vectors,
             num_same_largest=self._num_same_largest if self._by_largest else None,
             mean_cosine=total / num_cosines if num_cosines and not self._by_largest else None,
@@ -440,9 +449,11 @@ def _absolute(deltas: pa.Array) -> Floats:
     return absolute
 
 
-def _counts(a: Ragged, b: Ragged, most: Int64Array | None) -> Int64Array:
+def _counts(a: Ragged, b: Ragged, most: Int64Array | None) -> tuple[Int64Array, int]:
+    """How many items of each list are compared, and how many that both have are left out."""
     counts: Int64Array = np.minimum(a.lengths, b.lengths)
-    return counts if most is None else np.minimum(counts, most)
+    kept = counts if most is None else np.minimum(counts, most)
+    return kept, int((counts - kept).sum())
 
 
 def _vector_lists(array: pa.Array) -> Ragged:

@@ -124,6 +124,7 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
 
     rewrite(other / "out", change)
     halves = [len(ids) // 2 for ids in before["token_ids"].to_pylist()]
+    num_tokens = sum(map(len, before["token_ids"].to_pylist()))
     to = tmp_path / "diff.parquet"
     lines = said(folder / "a", other, to=str(to))
     # A reader sees no difference: the texts are the same.
@@ -131,7 +132,11 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     assert any(line.startswith("token_ids: 120 rows differ") for line in lines)
     table = pq.read_table(to)
     assert not any(table["is_changed"].to_pylist())
-    assert any("B - A is +2.50e-01 on average, |B - A| 2.50e-01, at most 2.50e-01" in line for line in lines)
+    counted = (
+        f"of {sum(halves):,} numbers, without {num_tokens - sum(halves):,} after the first other token or position"
+    )
+    said_of_them = "B - A is +2.50e-01 on average, |B - A| 2.50e-01, at most 2.50e-01"
+    assert f"logprobs: 120 rows differ; {counted}, {said_of_them}" in lines
     table = pq.read_table(to)
     assert table["token_ids_first_difference"].to_pylist() == halves
     assert set(table["logprobs_max_abs_delta"].drop_null().to_pylist()) == {0.25}

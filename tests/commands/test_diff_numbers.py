@@ -405,6 +405,7 @@ def test_hidden_states_of_layers(tmp_path: pathlib.Path) -> None:
     assert {row["hidden_states_4_max_abs_delta"] for row in found} == {0.25}
     assert [row["hidden_states_4_num_compared"] for row in found] == [2 if n == 5 else 3 for n in range(40)]
     line = next(line for line in lines if line.startswith("hidden_states_4: 40 rows differ; of 476 numbers"))
+    assert " numbers, without 4 after the first other token or position, B - A is " in line
     assert deltas_said([0.25]) in line
     assert "outputs: 40 of 40 changed (100.00%), by hidden_states_2, hidden_states_4" in lines
 

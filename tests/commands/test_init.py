@@ -148,10 +148,12 @@ def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
     done = jobs.run("init", path, "--for", "generate", *given)
     assert done.returncode == 0, done.stderr
     assert "an OpenAI batch file" in done.stdout
-    report = batchinf.validate(str(path), overrides={"engine": {"served_model_name": ["m"]}})
+    report = batchinf.validate(str(path))
     assert "Tell me a story." in report.rows[0].text
     assert report.rows[0].id == "a"
-    assert yaml.safe_load(path.read_text()).keys() == {"model", "input", "output"}  # a line has its own parameters
+    spec = yaml.safe_load(path.read_text())
+    assert spec.keys() == {"model", "input", "engine", "output"}  # a line has its own parameters
+    assert spec["engine"] == {"served_model_name": ["m"]}
     path.unlink()
     for purpose in PURPOSES:
         if purpose not in ("generate", "embed", "rerank"):
@@ -159,6 +161,36 @@ def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
             assert refused.returncode == 2
             assert "is an OpenAI batch file" in refused.stderr
             assert not path.exists()
+
+
+@pytest.mark.parametrize("has_texts", [False, True])  # a body of mixed types is JSON text
+def test_a_batch_file_gets_what_its_lines_need_of_the_job(has_texts: bool, tmp_path: pathlib.Path) -> None:
+    own = str(jobs.MODEL)
+    bodies: list[Any] = [
+        {"model": own},
+        {"model": "gpt-4o-mini", "logprobs": True, "top_logprobs": 3},
+        {"model": "gpt 4", "logprobs": True, "top_logprobs": 1},
+        {"model": "gpt-4o-mini", "logprobs": has_texts and None},
+    ]
+    bodies = [{"messages": [{"role": "user", "content": "Hi."}], **body} for body in bodies]
+    line = {"method": "POST", "url": "/v1/chat/completions"}
+    azure = {**line, "url": "/openai/deployments/mine/chat/completions", "body": {**bodies[0], "model": None}}
+    lines = [{**line, "body": body} for body in [*bodies, *["no mapping"] * has_texts]] + [azure]
+    data = rows_file(tmp_path, [{"custom_id": str(number), **each} for number, each in enumerate(lines)])
+    path = written("generate", data, tmp_path)
+    spec = yaml.safe_load(path.read_text())
+    assert spec["engine"] == {"served_model_name": ["gpt-4o-mini", "gpt 4", "mine"]}
+    assert spec["sampling"] == {"logprobs": 3}
+    assert path.read_text().count(f"first {len(lines)} lines") == 2
+    errors = [row.error for row in batchinf.validate(path, num_rows=len(lines)).rows]
+    assert [error is not None for error in errors] == [False] * 4 + [True] * has_texts + [False]
+    (tmp_path / "plain").mkdir()
+    plain = rows_file(tmp_path / "plain", [{"custom_id": "a", **line, "body": bodies[0]}])
+    assert yaml.safe_load(written("generate", plain, tmp_path / "plain").read_text()).keys() == {
+        "model",
+        "input",
+        "output",
+    }
 
 
 def test_a_batch_file_of_embeddings(tmp_path: pathlib.Path) -> None:
@@ -500,7 +532,23 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "embed", *given[4:])
     assert (refused.returncode, (tmp_path / "new.yaml").exists()) == (2, False)
     assert refused.stderr == "error: --labels: got --for embed, which has no labels; write --for label or --for score\n"
-    assert "Missing option '--for'" in jobs.run("init", tmp_path / "new.yaml").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["init"], "--for label|generate|score|embed|logits|rerank, --model MODEL, --data PATH"),
+        (["init", "new.yaml", "--data=rows.csv", "--for", "label"], "--model MODEL"),
+        (["export", "--to", "csv"], "OUT, --output FILE"),
+        (["run-batch", "--max-model-len", "4096"], "--input-file FILE, --output-file FILE, --model MODEL"),
+    ],
+)
+def test_all_that_is_missing_is_named_with_what_it_takes(arguments: list[str], missing: str) -> None:
+    done = jobs.run(*arguments)
+    assert done.returncode == 2
+    words = " ".join(line.strip("│ ") for line in done.stderr.splitlines() if line.startswith("│"))
+    assert words.startswith(f"Missing: {missing}. Example: batchinf {arguments[0]} "), words
+    assert set("label|generate|score|embed|logits|rerank".split("|")) == PURPOSES.keys()
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

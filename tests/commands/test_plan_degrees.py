@@ -232,14 +232,28 @@ def test_what_would_fit_is_what_a_plan_of_it_says(tmp_path: pathlib.Path) -> Non
     assert not planned(place, "h200", 8).advice
 
 
+def test_degrees_of_the_spec_that_are_too_small_are_named(tmp_path: pathlib.Path) -> None:
+    place = model_of(tmp_path, "llama-3.3-70b")
+    report = planned(place, "a100-80", 8, tensor=1, data=2)
+    assert report.gpus[0].chosen is None
+    what_fits = planned(place, "a100-80", 8).gpus[0].chosen_text
+    words = "other degrees than the spec's parallel (tensor_parallel_size 1, data_parallel_size 2)"
+    assert report.advice[0] == f"{words}: {what_fits}"
+    # `auto` and the default are not the user's choice, and a larger number does not help one GPU.
+    for number, given in ((1, {"tensor": "auto"}), (1, {"tensor": 1})):
+        assert not any("other degrees" in line for line in planned(place, "a100-80", number, **given).advice)
+
+
 def test_whole_experts_are_advised_where_cut_ones_do_not_fit(tmp_path: pathlib.Path) -> None:
     place = model_of(tmp_path, "qwen3-235b-fp8")
     asked = PlanOptions(gpus=("l40s",), gpus_per_node=8, context=8192)
     without_pipelines = {"parallel.tensor_parallel_size": "auto", "parallel.pipeline_parallel_size": 1}
     report = make_plan(str(place), without_pipelines, asked)
     assert report.gpus[0].chosen is None
-    assert report.advice[0].startswith("whole experts (engine.enable_expert_parallel: true): tensor 8 × data 1: ")
-    assert report.advice[1].startswith("a 4-bit checkpoint")
+    degrees, experts, four_bits, *_ = report.advice
+    assert degrees.startswith("other degrees than the spec's parallel (pipeline_parallel_size 1): tensor 4 × pipeline ")
+    assert experts.startswith("whole experts (engine.enable_expert_parallel: true): tensor 8 × data 1: ")
+    assert four_bits.startswith("a 4-bit checkpoint")
 
 
 def test_weights_of_4_bits_are_not_advised_in_4_bits(tmp_path: pathlib.Path) -> None:

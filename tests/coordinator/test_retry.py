@@ -172,7 +172,10 @@ def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], t
         (["--retry", "finish_reson = 'length'"], ["finish_reson", "; columns: finish_reason, stop_reason, id, "]),
         (
             ["--retry", "errors", "--set", "sampling.logprobs=2"],
-            ["sampling.logprobs", "except n and those of logprobs"],
+            [
+                "sampling.logprobs",
+                "except n and those of logprobs; any other change needs a new job with another output",
+            ],
         ),
         (["--retry", "errors", "--set", "output.include_prompt=true"], ["output.include_prompt"]),
         (["--retry", "errors", "--set", "scripted.max_model_len=512"], ["scripted.max_model_len"]),

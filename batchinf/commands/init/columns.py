@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from batchinf.base.errors import UserError
 from batchinf.commands.init.images import ImageColumns, as_list, find_images, is_named_as_picture
+from batchinf.prompts.openai.lines import most_logprobs, named_model
 from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files
 from batchinf.source.formats.csv import Csv, seems_cp1252
@@ -56,6 +57,12 @@ class InputColumns:
     names: tuple[str, ...]
     is_batch: bool
     """Whether the input is an OpenAI batch file."""
+    models: tuple[str, ...]
+    """The models that the first lines of a batch file name."""
+    logprobs: Mapping[str, int]
+    """The most logprobs that one of those lines asks for, in the fields of `sampling`."""
+    num_looked_at: int
+    """How many first rows tell all this."""
     text: str | None
     """The column with the text of a row. None only if there are images."""
     messages: str | None
@@ -162,6 +169,9 @@ def _columns(where: InputLocation, source: Source) -> InputColumns:
         num_rows=source.num_rows,
         names=tuple(found.types),
         is_batch=is_batch,
+        models=found.models() if is_batch else (),
+        logprobs=found.logprobs() if is_batch else {},
+        num_looked_at=len(found.rows),
         text=text,
         messages=messages,
         has_json_messages=messages in found.texts(),
@@ -199,6 +209,16 @@ class _FirstRows:
             types=types,
             values={name: [value for value in column if value is not None] for name, column in columns.items()},
         )
+
+    def models(self) -> tuple[str, ...]:
+        """The models that the lines of a batch file name."""
+        names = (named_model(row.values)[1] for row in self.rows)
+        return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+    def logprobs(self) -> dict[str, int]:
+        """The most logprobs that a line of a batch file asks for, in the fields of `sampling`."""
+        most = most_logprobs(row.values for row in self.rows)
+        return {field: number for field, number in most.items() if number is not None}
 
     def texts(self) -> list[str]:
         # A column with values of several types has the type of text, too.

@@ -180,6 +180,7 @@ class _Starter:
             purpose=self.request.purpose,
             model=self.request.model,
             columns=self.columns,
+            other_models=[name for name in self.columns.models if name != self.request.model],
             images=self.columns.images,
             has_labels=self.has_labels,
             labels=self.labels,

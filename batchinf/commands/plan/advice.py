@@ -1,4 +1,4 @@
-"""What would hold a model that does not fit, or leave it more cache: other weights, other GPUs, whole experts."""
+"""What would hold a model that does not fit, or leave it more cache: other degrees, weights or GPUs, whole experts."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from batchinf.spec.job import JobSpec
 # Sequences of the job that a replica's cache should hold: with fewer, each step reads all weights for few tokens.
 _FEW = 64
 _CLEARLY = 1.1
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 # The plan of a model with a spec on GPUs of one kind, as many as in the first plan.
 PlanOn = Callable[[Model, JobSpec, Gpu], GpuPlan]
@@ -57,11 +58,16 @@ def _cache_tokens(plan: GpuPlan) -> int:
 
 
 def _changes(model: Model, spec: JobSpec) -> Iterator[tuple[str, Model, JobSpec]]:
-    """Changes of the weights, and of how ranks share them, in words, with the model and the spec that they make."""
+    """Changes of the degrees, of the weights, and of how ranks share them, in words, with what they make."""
 
     def quantized(name: str) -> JobSpec:
         return spec.model_copy(update={"model": spec.model.model_copy(update={"quantization": name})})
 
+    set_sizes = {name: getattr(spec.parallel, name) for name in _SIZES if name in spec.parallel.model_fields_set}
+    if given := [f"{name} {size}" for name, size in set_sizes.items() if size != "auto"]:
+        opened = spec.parallel.model_copy(update=dict.fromkeys(_SIZES, "auto"))
+        words = f"other degrees than the spec's parallel ({', '.join(given)})"
+        yield words, model, spec.model_copy(update={"parallel": opened})
     section = model.config.get("quantization_config")
     if not section and spec.model.quantization is None:
         yield "FP8 weights (model.quantization: fp8)", model, quantized("fp8")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -67,11 +67,7 @@ def whole_line(values: Mapping[str, object]) -> Mapping[str, object]:
     """The values of a line. Without method and URL, it has those of the form of its body."""
     if values.get("method") is not None or values.get("url") is not None:
         return values
-    try:
-        body = body_of(values)
-    except (ValueError, RecursionError):
-        return values
-    fields = body if isinstance(body, dict) else {}
+    fields = _fields_of(values)
     url = next((url for field, url in _BY_FIELD.items() if fields.get(field) is not None), None)
     return values if url is None else {**values, "method": "POST", "url": url}
 
@@ -97,6 +93,37 @@ def body_of(values: Mapping[str, object]) -> object:
     """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
     body = values.get("body")
     return json.loads(body) if isinstance(body, str) else body
+
+
+def named_model(values: Mapping[str, object]) -> tuple[str, object]:
+    """Where a line names its model, and the name: None if it names none or cannot be read."""
+    model = _fields_of(values).get("model")
+    return ("url: the deployment", _deployment(values)) if model is None else ("body.model", model)
+
+
+def most_logprobs(lines: Iterable[Mapping[str, object]]) -> dict[str, int | None]:
+    """The most logprobs of outputs and of prompts that a line asks for, in the spec's fields; None: none asks."""
+    most: dict[str, int | None] = {"logprobs": None, "prompt_logprobs": None}
+    for values in lines:
+        for field, asked in _logprobs_of(_fields_of(values)).items():
+            if type(asked) is int and asked >= 0:
+                most[field] = max(most[field] or 0, asked)
+    return most
+
+
+def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a body asks for, in the spec's fields; values of any type."""
+    number = (body.get("top_logprobs") or 0) if body.get("logprobs") is True else body.get("logprobs")
+    return {"logprobs": number, "prompt_logprobs": body.get("prompt_logprobs")}
+
+
+def _fields_of(values: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of a line's body; none if it cannot be read."""
+    try:
+        body = body_of(values)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 class BodyReader(Generic[_Request]):
@@ -155,15 +182,7 @@ class BodyReader(Generic[_Request]):
 
         Without a model, vLLM takes its own, too.
         """
-        try:
-            body = body_of(values)
-        except (ValueError, RecursionError):
-            return None
-        model = body.get("model") if isinstance(body, dict) else None
-        place = "body.model"
-        if model is None:
-            model = _deployment(values)
-            place = "url: the deployment"
+        place, model = named_model(values)
         if model is None or model in self._models:
             return None
         return (
