@@ -226,6 +226,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
+@pytest.mark.fewer_rows
 def test_ctrl_c_stops_the_job_and_the_program_goes_on(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path, **SLOW)
     environment = {**os.environ, **jobs.quick_start()}

@@ -199,8 +199,17 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
         # Without this call, CPython would end the process with SIGINT and ignore its exit code.
         exec("")
         raise Interrupted(f"stopped on {request_name(heard[0][0] if heard else signal.SIGINT)}") from None
+    except Exception as error:
+        if not is_interruption(error):
+            raise
+        raise Interrupted(f"stopped on {request_name(heard[0][0])}") from None
     finally:
         _requests.clear()
+
+
+def is_interruption(error: Exception) -> bool:
+    """Whether a library, such as pydantic or DuckDB, has made an error of its own of an interruption, by its text."""
+    return StopAskedFor.__name__ in str(error)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import typer
 from batchinf.base.errors import UserError
 from batchinf.base.paths import is_bucket
 from batchinf.base.process import collect_as_usual
-from batchinf.base.stop_signals import interruptible, shielded
+from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import names_in
 from batchinf.cli.arguments import (
     AsJson,
@@ -102,9 +102,8 @@ def _run(
 ) -> None:
     """Run a job, or resume an unfinished one."""
     with interruptible(ends_process=True), errors_as(log_format):
-        with shielded():  # pydantic, which builds the spec's classes, makes an error of its own of an interruption
-            from batchinf import api
-            from batchinf.coordinator.display import ProgressDisplay
+        from batchinf import api
+        from batchinf.coordinator.display import ProgressDisplay
 
         collect_as_usual()
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
@@ -154,10 +153,9 @@ def _run_batch(
     Flags of vLLM that are not listed here are taken too, such as --max-model-len 4096 or --tensor-parallel-size 2.
     """
     with interruptible(ends_process=True):
-        with shielded():
-            from batchinf import api
-            from batchinf.commands.export import following
-            from batchinf.commands.run_batch import batch_run, check_lines, write_answers
+        from batchinf import api
+        from batchinf.commands.export import following
+        from batchinf.commands.run_batch import batch_run, check_lines, write_answers
 
         collect_as_usual()
         if follows and is_bucket(output_file):
@@ -273,8 +271,7 @@ def _tune(
     """Run samples of the rows under several settings, and find those that make the job fastest."""
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
-        with shielded():
-            from batchinf import api
+        from batchinf import api
 
         collect_as_usual()
         report = api.tune(spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out)

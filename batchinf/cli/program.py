@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, out_of_memory_message
+from batchinf.base.stop_signals import is_interruption
 from batchinf.base.text import plain, to_json, wrapped
 from batchinf.cli.arguments import (
     App,
@@ -76,7 +77,7 @@ def errors_as(log_format: LogFormat) -> Iterator[None]:
     try:
         yield
     except BatchinfError as error:
-        if log_format is LogFormat.TEXT or error.exit_code == 1:
+        if log_format is LogFormat.TEXT or error.exit_code == 1 or is_interruption(error):
             raise
         from batchinf.coordinator.display import json_line
 

@@ -16,8 +16,8 @@ import pytest
 import jobs
 from batchinf import cli
 from batchinf.base import stop_signals
-from batchinf.base.errors import Interrupted
-from batchinf.base.stop_signals import StopRequests
+from batchinf.base.errors import Interrupted, UserError
+from batchinf.base.stop_signals import StopRequests, interruptible
 
 # About 15 s of work on two replicas, whatever the machine.
 LONG = {"max_num_seqs": 8, "step_s": 0.03}
@@ -263,9 +263,9 @@ import importlib.abc, os, signal, sys
 import batchinf.__main__, pydantic_core
 
 class Signals:
-    def __hash__(self):
+    def __repr__(self):
         os.kill(os.getpid(), signal.SIGTERM)
-        return 1
+        return "it"
 
 class Before(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -279,11 +279,28 @@ batchinf.__main__.main()
 
 
 def test_a_signal_while_pydantic_builds_a_class_of_the_spec() -> None:
-    """pydantic raises an error of its own if an interruption comes while it hashes a value."""
+    """pydantic raises an error of its own if an interruption comes while it reads the values of a field."""
     done = subprocess.run(
         [sys.executable, "-c", BUILDS_A_CLASS], cwd=jobs.ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.splitlines()[0]) == (75, "stopped on SIGTERM"), done.stderr
+
+
+@interruptible()
+def opens_a_job(*, is_stopped: bool) -> None:
+    try:
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("no such column")
+    except BaseException as error:  # DuckDB's error, which becomes one of a predicate
+        raise UserError(f"where: got 'x': {type(error).__name__}: {error}") from None
+
+
+def test_an_interruption_that_a_library_makes_an_error_of() -> None:
+    with pytest.raises(Interrupted, match="stopped on SIGTERM"):
+        opens_a_job(is_stopped=True)
+    with pytest.raises(UserError, match="no such column"):
+        opens_a_job(is_stopped=False)
 
 
 @pytest.mark.parametrize("last", [TERM, USR1])
