@@ -138,12 +138,15 @@ def test_staged_parts_that_no_line_names_are_taken_in(tmp_path: pathlib.Path) ->
     spec, out = jobs.spec_of(tmp_path, output={"rows_per_shard": 6}, checkpoint_interval_s=600), tmp_path / "out"
     marker = tmp_path / "held"
     process = jobs.start("run", spec, faults=f"coordinator.before_assign:4=hold {marker}")
-    jobs.wait_until(lambda: marker.exists() and len(list((out / "staging").iterdir())) >= 2)
+
+    def num_unnamed() -> int:
+        named = {(part.shard, part.digest) for part in jobs.state_of(out).parts.values()}
+        return len({parse_staging_name(path.name) for path in (out / "staging").glob("0*")} - named)
+
+    jobs.wait_until(lambda: marker.exists() and num_unnamed() >= 2)
     strike(process, "everything")
     process.communicate(timeout=60)
     staged = {path.name: path.stat().st_ino for path in (out / "staging").glob("0*")}
-    named = {(part.shard, part.digest) for part in jobs.state_of(out).parts.values()}
-    assert len({parse_staging_name(name) for name in staged} - named) >= 2
     jobs.finish(spec)
     published = {path.stat().st_ino for path in (out / "parts").iterdir()}
     assert published >= {*staged.values()}, "each staged part is renamed, and none is made again"
