@@ -53,8 +53,10 @@ def from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFile
     if input_folder is not None and spec.input.job is None:
         bases += [_base_of(path, input_folder) for path in (os.path.dirname(spec.input.path), spec.input.path)]
     for base in filter(None, bases):
-        path, name = os.path.join(base, spec.input.path), os.path.join(base, spec.model.name)
-        has_input, has_model = bool(glob.glob(path)), os.path.isdir(name)
+        path = os.path.join(base, spec.input.path)
+        name = os.path.join(base, spec.model.name)
+        has_input = bool(glob.glob(path))
+        has_model = os.path.isdir(name)
         if has_input or has_model:
             model = spec.model.model_copy(update={"name": name}) if has_model else spec.model
             where = spec.input.model_copy(update={"path": path}) if has_input else spec.input
