@@ -106,6 +106,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
+    # Every sixth layer sees all tokens, with other heads; the others have windows. Each has a dense part and experts.
+    "gemma4-26b-a4b": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 2816,
+        "intermediate_size": 2112, "moe_intermediate_size": 704, "num_hidden_layers": 30, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "num_global_key_value_heads": 2, "global_head_dim": 512,
+        "attention_k_eq_v": True, "sliding_window": 1024,
+        "layer_types": _pattern(30, *["sliding_attention"] * 5, "full_attention"), "enable_moe_block": True,
+        "num_experts": 128, "top_k_experts": 8, "hidden_size_per_layer_input": 0, "vocab_size": 262144,
+        "max_position_embeddings": 262144, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+    },
     "qwen3.5-35b-a3b": {
         "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
         "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,

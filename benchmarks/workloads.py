@@ -37,8 +37,9 @@ class Workload:
     task: the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this
     time a step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache
     then holds a third of all prefixes. ends: an end-of-sequence token ends a row. structure: field and value of
-    `structured_outputs`; a row then has about `mean_tokens` tokens. system_tokens: of the system prompt that all rows
-    share; each prompt is then a user message. first_tokens: of the first prompt, which may be longer than the others.
+    `structured_outputs`; a row then has about `mean_tokens` tokens. log_normal: the rows have different lengths, at most
+    `max_tokens`, with the mean `mean_tokens`, or 179. system_tokens: of the system prompt that all rows share; each
+    prompt is then a user message. first_tokens: of the first prompt, which may be longer than the others.
     num_labels: classes of a classifier. lora_rank: of one adapter for all rows. own_engine: engine arguments of job and
     rivals in place of those that follow from the other fields; an empty one leaves them to vLLM and batchinf.
     job_engine: of the job alone. job_parallel: more fields of the job's section `parallel`.
@@ -159,7 +160,9 @@ class Workload:
 
     def budgets(self) -> list[int] | None:
         """Output tokens of each row, if they differ. A rival with fewer rows uses the first ones."""
-        return log_normal_lengths(self.num_rows, most=self.max_tokens) if self.log_normal else None
+        if not self.log_normal:
+            return None
+        return log_normal_lengths(self.num_rows, self.mean_tokens or 179.0, self.max_tokens)
 
     def rows_of(self, kind: str) -> int:
         """Number of rows that a rival runs."""
@@ -337,6 +340,11 @@ WORKLOADS = {
             "long-in", num_rows=256, prompt_tokens=8000, max_tokens=32, logprobs=5, counts_prompts=True,
             rivals=("raw",), h200={"batchinf": 36207, "raw": 36319}, **_BARE,
         ),
+        # Prompts come one by one, as rows end, and nearly each step reads some.
+        Workload(
+            "long-answers", num_rows=2048, prompt_tokens=128, max_tokens=2048, mean_tokens=1000, logprobs=5,
+            log_normal=True, rivals=("ceiling",), **_BARE,
+        ),
         # Random weights choose the end of sequence once in as many tokens as the vocabulary has. So it can end a row,
         # but the lengths come from the column `max_tokens`.
         Workload(
@@ -355,7 +363,7 @@ WORKLOADS = {
             "moe", shape="qwen3-30b-a3b", num_rows=4096, logprobs=5, rivals=("raw", "ceiling"),
             h200={"batchinf": 14794, "raw": 6926, "ceiling": 8610}, **_BARE,
         ),
-        # Models of 2026: windows and sinks, windows, gated delta nets, Mamba.
+        # Models of 2026: windows and sinks, windows, windows and experts, gated delta nets, Mamba.
         Workload(
             "gpt-oss", shape="gpt-oss-20b", num_rows=4096, logprobs=20, h200={"batchinf": 16952, "ceiling": 13562},
             **_BARE,
@@ -365,6 +373,7 @@ WORKLOADS = {
             **_BARE,
         ),
         Workload("small-gemma3", shape="gemma3-1b", num_rows=8192, prompt_tokens=128, logprobs=20, **_BARE),
+        Workload("gemma4", shape="gemma4-26b-a4b", num_rows=4096, logprobs=20, **_BARE),
         # vLLM's own choice on Hopper needs FlashInfer.
         Workload(
             "qwen3.5", shape="qwen3.5-35b-a3b", num_rows=3072, logprobs=20, h200={"batchinf": 11679, "ceiling": 6247},
