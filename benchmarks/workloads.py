@@ -37,7 +37,7 @@ class Workload:
     task: the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this
     time a step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache
     then holds a third of all prefixes. ends: an end-of-sequence token ends a row. structure: field and value of
-    `structured_outputs`; a row then has about `mean_tokens` tokens. log_normal: the rows have different lengths, at most
+    `structured_outputs`; a row then has about `mean_tokens` tokens. log_normal: rows have different lengths, at most
     `max_tokens`, with the mean `mean_tokens`, or 179. system_tokens: of the system prompt that all rows share; each
     prompt is then a user message. first_tokens: of the first prompt, which may be longer than the others.
     num_labels: classes of a classifier. lora_rank: of one adapter for all rows. own_engine: engine arguments of job and
