@@ -45,9 +45,6 @@ LEAST_INPUT_BYTES = 200 << 20
 # The prefix cache takes a fifth of an embedding job's speed, in Python, and 0.14 to 0.23 of that of a job with
 # recurrent layers (benchmarks/RESULTS.md). It pays if it saves that share of the prompts.
 _LEAST_SHARED = 0.2
-# Share of the cache that vLLM leaves to running rows before it admits a prompt. Where the cache limits a job, rows are
-# computed again less often (benchmarks/RESULTS.md); elsewhere it changes nothing.
-_WATERMARK = 0.05
 # From here on, a step that reads prompts has four sizes of graphs between a power of two and the next.
 _DENSE_GRAPHS = 2048
 # The distance between two batch sizes with a graph, up to a size. Padding costs more in small batches.
@@ -189,8 +186,6 @@ def chosen_arguments(
     if num_per_device > 1:
         share = _shared_utilization(num_per_device)
         chosen["gpu_memory_utilization"] = share, f"{num_per_device} replicas share each GPU"
-    if task.draws_tokens:
-        chosen["watermark"] = _WATERMARK, "that much of the cache stays free for rows that run"
     if task.draws_tokens and _is_large(fit):
         chosen |= _for_outputs(spec, fit, num_per_device)
     if _has_prompt_graphs(spec, fit, task):

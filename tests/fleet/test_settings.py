@@ -137,20 +137,10 @@ def test_engines_that_share_a_device_share_its_memory() -> None:
 
 
 def test_a_value_in_the_spec_wins_and_null_is_the_default_of_vllm() -> None:
-    spec = spec_of(
-        engine={"max_num_seqs": 300, "compilation_config": None, "worker_cls": "their.Worker", "watermark": None}
-    )
+    spec = spec_of(engine={"max_num_seqs": 300, "compilation_config": None, "worker_cls": "their.Worker"})
     chosen = chosen_arguments(spec, SMALL, task_of(spec), 1)
     assert not chosen
     assert EngineSettings(spec, SMALL, None, chosen).engine == spec.engine
-
-
-def test_rows_that_run_have_a_part_of_the_cache_before_new_prompts() -> None:
-    spec = spec_of()
-    assert values(chosen_arguments(spec, LARGE, task_of(spec), 1))["watermark"] == 0.05
-    assert "watermark" not in values(chosen_arguments(spec, NO_DEVICE, task_of(spec), 1))
-    reads = spec_of(**SCORE)  # no row grows
-    assert "watermark" not in values(chosen_arguments(reads, LARGE, task_of(reads), 1))
 
 
 def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
@@ -161,7 +151,7 @@ def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
     parted = spec_of(parallel={"tensor_parallel_size": 2})
     assert "worker_cls" not in values(chosen_arguments(parted, SMALL, task_of(parted), 1))
     engine = values(chosen_arguments(spec, LARGE, task_of(spec), 1))
-    assert set(engine) == {"compilation_config", "watermark"}
+    assert set(engine) == {"compilation_config"}
     assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024
 
 

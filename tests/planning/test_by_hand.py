@@ -143,6 +143,7 @@ def _predicted(shape_name: str, work: Workload) -> float:
 # measurements".
 MEASURED = {
     "gpt-oss-20b": (4096, 17_354),
+    "gemma4-26b-a4b": (4096, 11_354),
     "qwen3-30b-a3b": (4096, 16_067),
     "qwen3.5-35b-a3b": (3072, 10_023),
     "granite4-h-3b": (8192, 8_865),
