@@ -2,7 +2,7 @@
 
 `jobs.start` starts one server for all processes of a run of the tests. The server forks `batchinf`, and also the
 replicas of a forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams,
-environment, folder, arguments and signal handlers of a new one, and runs its module like `python -m`.
+environment, folder, arguments and signal handlers of a new one, and runs its module like `python -m`, or its script.
 """
 
 import atexit
@@ -61,7 +61,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 
     def _execute_child(  # type: ignore[override]
         self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: tuple[int, ...],
-        cwd: Any, env: Mapping[str, str], startupinfo: Any, creationflags: Any, shell: Any,
+        cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
         umask = os.umask(0o077)
@@ -69,7 +69,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
             "command": [*args],
-            "environment": dict(env),
+            "environment": dict(os.environ if env is None else env),
             "folder": str(cwd or os.getcwd()),
             "umask": umask,
             "numbers": [0, 1, 2, *pass_fds],
@@ -261,7 +261,7 @@ def _tell(ending: int, *pair: int) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> str:
-    """Turn this process into the requested one, as if it were new. Returns the module to run."""
+    """Turn this process into the requested one, as if it were new. Returns the module or script to run."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -279,22 +279,27 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.modules["numpy"].random.seed()
     faults = sys.modules["batchinf.base.faults"]
     faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
-    module, *arguments = command[command.index("-m") + 1 :]
+    module, *arguments = command[command.index("-m") + 1 :] if "-m" in command[:3] else command[1:]
     sys.argv = [module, *arguments]
     if "-P" not in command:
-        sys.path.insert(0, request["folder"])
+        sys.path.insert(0, os.path.dirname(module) if _is_script(module) else request["folder"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     # The server's stream objects are set up for the server's own files.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    if module == "batchinf":
-        subprocess.Popen = forking(request["replicas"])  # type: ignore[misc]
+    if module == "batchinf" or _is_script(module):
+        may_fork = is_replica if module == "batchinf" else _is_any
+        subprocess.Popen = forking(request["replicas"], may_fork)  # type: ignore[misc]
     elif module in sys.modules:
         # It becomes the main module.
         package, _, name = module.rpartition(".")
         delattr(sys.modules[package], name)
         del sys.modules[module]
     return module
+
+
+def _is_script(module: str) -> bool:
+    return module.endswith(".py")
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:
@@ -315,13 +320,23 @@ def _show(command: list[str]) -> None:
     ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def forking(server: str, may_fork: Callable[[], bool] = lambda: True) -> Any:
-    """A `subprocess.Popen` whose `python -P -m MODULE` a server forks: replicas, and queries to vLLM."""
+def is_replica(command: Sequence[str]) -> bool:
+    """A replica, or a query to vLLM."""
+    return command[1:3] == ["-P", "-m"]
+
+
+def _is_any(command: Sequence[str]) -> bool:
+    """What a script starts: a replica, `batchinf`, or another script."""
+    return is_replica(command) or command[1:3] == ["-m", "batchinf"] or _is_script(command[1])
+
+
+def forking(server: str, may_fork: Callable[[Sequence[str]], bool] = is_replica) -> Any:
+    """A `subprocess.Popen` whose processes a server forks, where `may_fork` says so."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
         def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
-            if command[1:3] == ["-P", "-m"] and may_fork():
+            if may_fork(command):
                 return super().__new__(cls)
             return new(command, *args, **options)
 
@@ -335,7 +350,10 @@ def _run(module: str) -> NoReturn:
     """Run a module as main and exit like Python, but free nothing: that takes 1 s in a fork."""
     code: Any = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if _is_script(module):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         code = error.code
     except Exception:
