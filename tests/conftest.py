@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,21 +84,21 @@ def _counted_once(config: Any, trust_remote_code: bool, folder: str | None) -> p
 parameters._counted = _counted_once
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_pages test_jobs_in_buckets
-    test_vllm_one_batch_file test_quarantine test_recovery test_weekly test_vllm_compile test_job_model test_disk
-    test_changed_input test_vllm_engine test_schema_table test_two_at_once test_vllm_gpt_oss test_security
-    test_buckets test_later_runs_in_buckets test_start test_backend test_pairs test_vllm_pooling test_folders
-    test_coordinator test_check test_sharing test_completion_lines test_vllm_logits test_tasks_rerank
-    test_stop_signals test_page test_out_of_memory test_extend test_other_stores test_nothing_is_lost test_columns
-    test_whole_row test_export test_ordering test_vllm_reasoning test_choose test_bucket test_spec test_json test_plan
-    test_together test_parquet_file test_bucket_files test_mirror test_taken_away test_cli test_vllm_mutants
-    test_fresh test_recipes test_model_identity test_source test_results test_api test_worker test_retry
-    test_vllm_scheduler_loops test_fork_server test_like_nfs test_client_lines test_examples test_upload
-    test_formats test_parts test_init test_reasoning_job test_elastic test_error_rate test_early_shards
-    test_tasks_pooled test_manifest test_ending test_vllm_score test_fuzz test_prompt_checks test_identity
-    test_vllm_kernels test_install test_source_cache test_wrong_things test_chat test_verify test_vllm_worker
-    test_tools_job test_sizing test_versions test_memory test_site test_samples test_embedding_lines
-    test_cache_specs test_loss""".split()
+LONGEST_FIRST = """test_ray test_end_to_end test_two_hosts test_pages test_jobs_in_buckets test_job_model
+    test_taken_away test_later_runs_in_buckets test_disk test_push test_quarantine test_benchmarks test_like_nfs
+    test_recovery test_bucket_model test_images_job test_vllm_compile test_vllm_image_families
+    test_vllm_one_batch_file test_weekly test_try_again test_install test_changed_input test_vllm_engine
+    test_schema_table test_two_at_once test_vllm_gpt_oss test_security test_buckets test_start test_backend test_pairs
+    test_vllm_pooling test_folders test_coordinator test_check test_sharing test_completion_lines test_vllm_logits
+    test_tasks_rerank test_stop_signals test_page test_out_of_memory test_extend test_other_stores
+    test_nothing_is_lost test_columns test_whole_row test_export test_ordering test_vllm_reasoning test_choose
+    test_bucket test_spec test_json test_plan test_together test_parquet_file test_bucket_files test_mirror test_cli
+    test_vllm_mutants test_fresh test_recipes test_model_identity test_source test_results test_api test_worker
+    test_retry test_vllm_scheduler_loops test_fork_server test_client_lines test_examples test_upload test_formats
+    test_parts test_init test_reasoning_job test_elastic test_error_rate test_early_shards test_tasks_pooled
+    test_manifest test_ending test_vllm_score test_fuzz test_prompt_checks test_identity test_vllm_kernels
+    test_source_cache test_wrong_things test_chat test_verify test_vllm_worker test_tools_job test_sizing
+    test_versions test_memory test_site test_samples test_embedding_lines test_cache_specs test_loss""".split()
 
 
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
@@ -263,7 +263,10 @@ def _forked_by(server: ForkServer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in jobs.quick_start().items():
             patch.setenv(name, value)
-        may_fork = lambda command: is_replica(command) and jobs.may_fork and server.can_fork(jobs.inherited())  # noqa: E731
+
+        def may_fork(command: Sequence[str]) -> bool:
+            return is_replica(command) and jobs.may_fork and server.can_fork(jobs.inherited())
+
         patch.setattr(subprocess, "Popen", forking(server.address, may_fork))
         yield
 

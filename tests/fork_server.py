@@ -107,7 +107,8 @@ class ForkServer:
         self, environment: Mapping[str, str], *, has_vllm: bool = False, shared: pathlib.Path | None = None
     ) -> None:
         """shared: a path for all processes that use one server. The first of them starts it."""
-        self._environment = _read_at_import(environment)
+        self.environment = _read_at_import(environment)
+        """The variables in which a process that it forks may not differ."""
         self._has_vllm = has_vllm
         self.process: subprocess.Popen[bytes] | None = None
         if shared is None:
@@ -149,7 +150,7 @@ class ForkServer:
         return address, self.process.pid
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
-        return _read_at_import(environment) == self._environment
+        return _read_at_import(environment) == self.environment
 
     def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:
         """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
@@ -157,7 +158,7 @@ class ForkServer:
 
     def variable(self, name: str = "FORKED_BY") -> dict[str, str]:
         """For the environment of programs that are to use this server: see `address_for`."""
-        return {name: json.dumps([self.address, self._environment])}
+        return {name: json.dumps([self.address, self.environment])}
 
     def leave(self) -> None:
         """Use the server no more. It ends when the last process does so; forked processes keep running."""
