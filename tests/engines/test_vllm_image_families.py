@@ -17,6 +17,9 @@ import jobs
 
 TEST = "tests/engines/test_vllm_images.py::test_ten_rows_equal_transformers"
 
+# The server has imported a plugin of pytest, as a library.
+OPTIONS = ["-p", "no:xdist", "-W", "ignore:Module already imported"]
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
@@ -44,7 +47,7 @@ def test_ten_rows_equal_transformers(family: str, server: ForkServer, tmp_path: 
     }
     for command, folder in (
         (["vision_families", family, str(tmp_path / "model")], jobs.ROOT / "tests"),
-        (["pytest", TEST, "-p", "no:xdist", "--basetemp", str(tmp_path / "inner")], jobs.ROOT),
+        (["pytest", TEST, *OPTIONS, "--basetemp", str(tmp_path / "inner")], jobs.ROOT),
     ):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = jobs.start_module(server, command, folder, environment, **pipes)
