@@ -152,8 +152,7 @@ lint: install
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports --no-logo --no-cache
-	$(VENV)/bin/python benchmarks/house.py --budget
-	$(VENV)/bin/python benchmarks/house.py --map | diff batchinf/README.md - || { \
+	@map=$$($(VENV)/bin/python benchmarks/house.py --budget --map); diff batchinf/README.md - <<<"$$map" || { \
 	    echo 'batchinf/README.md differs from the docstrings of the modules: make format writes it'; exit 1; }
 
 format: install
