@@ -2,7 +2,7 @@
 
 `jobs.start` starts one server for all processes of a run of the tests. The server forks `batchinf`, and also the
 replicas of a forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams,
-environment, folder, arguments and signal handlers of a new one, and runs its module like `python -m`, or its script.
+environment, folder, arguments and signal handlers of a new one, and runs its module, script or code as Python does.
 """
 
 import atexit
@@ -48,6 +48,7 @@ READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START",
 # request.
 _READ_LATER = ("XDG_CACHE_HOME", "HF_TOKEN")
 _LONGEST_COMMAND = 4000
+_CODE = ["-P", "-c"]
 _PAIR = struct.Struct("ii")
 
 
@@ -261,8 +262,8 @@ def _tell(ending: int, *pair: int) -> None:
         os.write(ending, _PAIR.pack(*pair))
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> str:
-    """Turn this process into the requested one, as if it were new. Returns the module or script to run."""
+def _become(request: dict[str, Any], descriptors: list[int]) -> Callable[[], object]:
+    """Turn this process into the requested one, as if it were new. Returns what it runs."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -280,14 +281,17 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.modules["numpy"].random.seed()
     faults = sys.modules["batchinf.base.faults"]
     faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
-    module, *arguments = command[command.index("-m") + 1 :] if "-m" in command[:3] else command[1:]
-    sys.argv = [module, *arguments]
-    if "-P" not in command:
-        sys.path.insert(0, os.path.dirname(module) if _is_script(module) else request["folder"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     # The server's stream objects are set up for the server's own files.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    if command[1:3] == _CODE:
+        sys.argv = ["-c", *command[4:]]
+        return functools.partial(exec, command[3], {"__name__": "__main__"})
+    module, *arguments = command[command.index("-m") + 1 :] if "-m" in command[:3] else command[1:]
+    sys.argv = [module, *arguments]
+    if "-P" not in command:
+        sys.path.insert(0, os.path.dirname(module) if _is_script(module) else request["folder"])
     if module == "batchinf" or _is_script(module):
         may_fork = is_replica if module == "batchinf" else _is_any
         subprocess.Popen = forking(request["replicas"], may_fork)  # type: ignore[misc]
@@ -296,7 +300,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
         package, _, name = module.rpartition(".")
         delattr(sys.modules[package], name)
         del sys.modules[module]
-    return module
+    if _is_script(module):
+        return functools.partial(runpy.run_path, module, run_name="__main__")
+    return functools.partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
 
 
 def _is_script(module: str) -> bool:
@@ -322,8 +328,8 @@ def _show(command: list[str]) -> None:
 
 
 def is_replica(command: Sequence[str]) -> bool:
-    """A replica, or a query to vLLM."""
-    return command[1:3] == ["-P", "-m"]
+    """A replica, a query to vLLM, or a first look at a file that may crash its reader."""
+    return command[1:3] in (["-P", "-m"], _CODE)
 
 
 def _is_any(command: Sequence[str]) -> bool:
@@ -347,14 +353,11 @@ def forking(server: str, may_fork: Callable[[Sequence[str]], bool] = is_replica)
     return Popen
 
 
-def _run(module: str) -> NoReturn:
-    """Run a module as main and exit like Python, but free nothing: that takes 1 s in a fork."""
+def _run(main: Callable[[], object]) -> NoReturn:
+    """Run a main module and exit like Python, but free nothing: that takes 1 s in a fork."""
     code: Any = 0
     try:
-        if _is_script(module):
-            runpy.run_path(module, run_name="__main__")
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        main()
     except SystemExit as error:
         code = error.code
     except Exception:
