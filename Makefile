@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check test-slow test-slurm browser soak model fuzz lint format lock docs docs-serve
+.PHONY: help install quickstart test check test-slow test-slurm browser slurm soak model fuzz lint format lock docs docs-serve
 
 VENV ?= .venv
 UV ?= uv
@@ -120,12 +120,14 @@ test-slow: PROCESSES := 4
 test-slow: install browser
 	$(PYTEST) -m slow $(ARGS)
 
-test-slurm: install
-	$(VENV)/bin/python tests/slurm/cluster.py --install
+test-slurm: slurm
 	$(VENV)/bin/python -m pytest --reruns 1 -rR --rerun-show-tracebacks tests/slurm $(ARGS)
 
-# The tests of `batchinf report` open it in a browser. Without one they are skipped.
-browser:
+slurm: install
+	$(VENV)/bin/python tests/slurm/cluster.py --install
+
+# The tests of `batchinf report` open it in a browser. Without one they are skipped. apt-get runs once at a time.
+browser: install $(filter slurm,$(MAKECMDGOALS))
 	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && { apt-get update \
 	    && apt-get install --yes --no-install-recommends chromium; } >>$(VENV)/install.log 2>&1; } \
 	    || echo "chromium is not installed, and cannot be from here: the tests that need a browser are skipped"
@@ -150,8 +152,7 @@ lint: install
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports --no-logo --no-cache
-	$(VENV)/bin/python benchmarks/house.py --budget
-	$(VENV)/bin/python benchmarks/house.py --map | diff batchinf/README.md - || { \
+	@map=$$($(VENV)/bin/python benchmarks/house.py --budget --map); diff batchinf/README.md - <<<"$$map" || { \
 	    echo 'batchinf/README.md differs from the docstrings of the modules: make format writes it'; exit 1; }
 
 format: install

@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("--budget", action="store_true", help="hold the code lines of each package against its budget")
     parser.add_argument("--map", action="store_true", help="print each module with the first words of its docstring")
     args = parser.parse_args()
-    if args.map:
-        print("\n".join(map_of(House.read(args.root.resolve()))))
-        return
-    if args.budget:
-        sys.exit("\n".join(over_budget(House.read(args.root.resolve()))) or 0)
+    if args.map or args.budget:
+        house = House.read(args.root.resolve())
+        if args.map:
+            print("\n".join(map_of(house)))
+        sys.exit("\n".join(over_budget(house) if args.budget else ()) or 0)
     roots = [root.resolve() for root in (args.root, args.compare) if root is not None]
     columns = [sizes(House.read(root)) for root in roots]
     print(f"{'':47}", *(f"{root.name:>24}" for root in roots))

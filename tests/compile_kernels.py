@@ -45,11 +45,16 @@ def kernels_of(source: str) -> tuple[list[str], str, dict[str, Any]]:
 
 
 def decode_kernel(numbers: dict[str, Any]) -> Iterator[tuple[dict[str, str], dict[str, Any], int]]:
-    """Each way in which the kernel is launched: types of its arguments, constants, and warps."""
+    """The ways in which the kernel is launched: types of its arguments, constants, and warps.
+
+    Each size of groups and blocks comes with one of the two types of as many bytes: the other has one size.
+    """
     tile, warps, stages = numbers["_SHAPE"]
     sizes = [*((group, 16) for group in (1, 4, 7, 8, 16)), (4, 32), (4, 128)]
     kinds = [*((kind, kind) for kind in OF_MODEL), *((kind, "fp8e4nv") for kind in OF_MODEL)]
     for (out, kind), head_size, (group, block_size) in itertools.product(kinds, numbers["_HEAD_SIZES"], sizes):
+        if out != OF_MODEL[0] and (group, block_size) != (4, 16):
+            continue
         types = {"out": f"*{out}", "scale": "fp32", "block_table": "*i32", "lengths": "*i32"}
         types |= dict.fromkeys(("query", "keys", "values"), f"*{kind}")
         constants = {

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import stores
-from fork_server import ForkServer, forking
+from fork_server import ForkServer, forking, is_replica
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
@@ -54,7 +54,8 @@ settings.load_profile("repeatable")
 gc.set_threshold(50_000, 20, 100)
 # vLLM's engine freezes all objects, and DuckDB would report its own as leaked at the end.
 atexit.register(gc.unfreeze)
-sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
+for name in ("opentelemetry.exporter", "scipy", "sklearn"):
+    sys.modules[name] = None  # type: ignore[assignment]
 
 from batchinf.base.stop_signals import STOP_SIGNALS  # noqa: E402
 from batchinf.model import parameters  # noqa: E402
@@ -83,21 +84,21 @@ def _counted_once(config: Any, trust_remote_code: bool, folder: str | None) -> p
 parameters._counted = _counted_once
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_pages test_jobs_in_buckets
-    test_vllm_one_batch_file test_quarantine test_recovery test_weekly test_vllm_compile test_job_model test_disk
-    test_changed_input test_vllm_engine test_schema_table test_two_at_once test_vllm_gpt_oss test_security
-    test_buckets test_later_runs_in_buckets test_start test_backend test_pairs test_vllm_pooling test_folders
-    test_coordinator test_check test_sharing test_completion_lines test_vllm_logits test_tasks_rerank
-    test_stop_signals test_page test_out_of_memory test_extend test_other_stores test_nothing_is_lost test_columns
-    test_whole_row test_export test_ordering test_vllm_reasoning test_choose test_bucket test_spec test_json test_plan
-    test_together test_parquet_file test_bucket_files test_mirror test_taken_away test_cli test_vllm_mutants
-    test_fresh test_recipes test_model_identity test_source test_results test_api test_worker test_retry
-    test_vllm_scheduler_loops test_fork_server test_like_nfs test_client_lines test_examples test_upload
-    test_formats test_parts test_init test_reasoning_job test_elastic test_error_rate test_early_shards
-    test_tasks_pooled test_manifest test_ending test_vllm_score test_fuzz test_prompt_checks test_identity
-    test_vllm_kernels test_install test_source_cache test_wrong_things test_chat test_verify test_vllm_worker
-    test_tools_job test_sizing test_versions test_memory test_site test_samples test_embedding_lines
-    test_cache_specs test_loss""".split()
+LONGEST_FIRST = """test_ray test_end_to_end test_two_hosts test_pages test_jobs_in_buckets test_job_model
+    test_taken_away test_later_runs_in_buckets test_disk test_push test_quarantine test_benchmarks test_like_nfs
+    test_recovery test_bucket_model test_images_job test_vllm_compile test_vllm_image_families
+    test_vllm_one_batch_file test_weekly test_try_again test_install test_changed_input test_vllm_engine
+    test_schema_table test_two_at_once test_vllm_gpt_oss test_security test_buckets test_start test_backend test_pairs
+    test_vllm_pooling test_folders test_coordinator test_check test_sharing test_completion_lines test_vllm_logits
+    test_tasks_rerank test_stop_signals test_page test_out_of_memory test_extend test_other_stores
+    test_nothing_is_lost test_columns test_whole_row test_export test_ordering test_vllm_reasoning test_choose
+    test_bucket test_spec test_json test_plan test_together test_parquet_file test_bucket_files test_mirror test_cli
+    test_vllm_mutants test_fresh test_recipes test_model_identity test_source test_results test_api test_worker
+    test_retry test_vllm_scheduler_loops test_fork_server test_client_lines test_examples test_upload test_formats
+    test_parts test_init test_reasoning_job test_elastic test_error_rate test_early_shards test_tasks_pooled
+    test_manifest test_ending test_vllm_score test_fuzz test_prompt_checks test_identity test_vllm_kernels
+    test_source_cache test_wrong_things test_chat test_verify test_vllm_worker test_tools_job test_sizing
+    test_versions test_memory test_site test_samples test_embedding_lines test_cache_specs test_loss""".split()
 
 
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
@@ -122,7 +123,7 @@ class Scheduling(LoadFileScheduling):
     """Gives whole files to processes, and the files of `WITH_VLLM` together.
 
     In a run of all quick tests, only the first process collects and runs the files that import vLLM or PyTorch, and it
-    runs them first: both take 14 s of processor time in each process.
+    runs them first: both take 14 s of processor time in each process. In a run of all slow tests, two processes do.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -151,16 +152,14 @@ class Scheduling(LoadFileScheduling):
             super()._assign_work_unit(node)
 
     def _next_of(self, node: WorkerController) -> str | None:
-        """The first file that only this process can run; without one, the first that it can run."""
-        found = None
-        others = [set(self.registered_collections[other]) for other in self.nodes if other is not node]
-        own = set(self.registered_collections[node])
+        """The first file of those that this process and the fewest others can run."""
+        found, fewest = None, len(self.nodes) + 1
+        collections = {other: set(self.registered_collections[other]) for other in self.nodes}
         for scope, tests in self.workqueue.items():
             test = next(iter(tests))
-            if test in own and not any(test in other for other in others):
-                return scope
-            if test in own and found is None:
-                found = scope
+            num_able = sum(test in collection for collection in collections.values())
+            if test in collections[node] and num_able < fewest:
+                found, fewest = scope, num_able
         return found
 
 
@@ -172,18 +171,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Schedulin
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Tell a process which files it leaves out. One that takes the place of another, which has died, runs all."""
-    is_whole = node.config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    is_quick = "not slow" in node.config.option.markexpr and not node.config.option.keyword
-    ids = [f"gw{number}" for number in range(1, node.config.option.numprocesses)]
-    node.workerinput["leaves_vllm_out"] = is_whole and is_quick and node.gateway.id in ids
+    option = node.config.option
+    is_whole = node.config.args_source is pytest.Config.ArgsSource.TESTPATHS and not option.keyword
+    with_vllm = 2 if option.markexpr == "slow" else 1 if "not slow" in option.markexpr else option.numprocesses
+    ids = [f"gw{number}" for number in range(with_vllm, option.numprocesses)]
+    node.workerinput["leaves_vllm_out"] = is_whole and node.gateway.id in ids
+    node.workerinput["leaves_quick_out"] = is_whole and option.markexpr == "slow"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what the first process runs alone."""
-    is_left_out = getattr(config, "workerinput", {}).get("leaves_vllm_out", False)
-    if is_left_out and collection_path.suffix == ".py" and _IMPORTS.search(collection_path.read_text("utf-8")):
-        return True
-    return None
+    """Leave out what other processes run, and files without a slow test in a run of these."""
+    given = getattr(config, "workerinput", {})
+    if collection_path.suffix != ".py" or not (given.get("leaves_vllm_out") or given.get("leaves_quick_out")):
+        return None
+    content = collection_path.read_text("utf-8")
+    is_left_out = given["leaves_vllm_out"] and _IMPORTS.search(content)
+    return True if is_left_out or (given["leaves_quick_out"] and "slow" not in content) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -260,7 +263,10 @@ def _forked_by(server: ForkServer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in jobs.quick_start().items():
             patch.setenv(name, value)
-        may_fork = lambda: jobs.may_fork and server.can_fork(jobs.inherited())  # noqa: E731
+
+        def may_fork(command: Sequence[str]) -> bool:
+            return is_replica(command) and jobs.may_fork and server.can_fork(jobs.inherited())
+
         patch.setattr(subprocess, "Popen", forking(server.address, may_fork))
         yield
 

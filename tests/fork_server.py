@@ -2,7 +2,7 @@
 
 `jobs.start` starts one server for all processes of a run of the tests. The server forks `batchinf`, and also the
 replicas of a forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams,
-environment, folder, arguments and signal handlers of a new one, and runs its module like `python -m`.
+environment, folder, arguments and signal handlers of a new one, and runs its module, script or code as Python does.
 """
 
 import atexit
@@ -48,6 +48,7 @@ READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START",
 # request.
 _READ_LATER = ("XDG_CACHE_HOME", "HF_TOKEN")
 _LONGEST_COMMAND = 4000
+_CODE = ["-P", "-c"]
 _PAIR = struct.Struct("ii")
 
 
@@ -61,7 +62,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 
     def _execute_child(  # type: ignore[override]
         self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: tuple[int, ...],
-        cwd: Any, env: Mapping[str, str], startupinfo: Any, creationflags: Any, shell: Any,
+        cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
         umask = os.umask(0o077)
@@ -69,7 +70,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
             "command": [*args],
-            "environment": dict(env),
+            "environment": dict(os.environ if env is None else env),
             "folder": str(cwd or os.getcwd()),
             "umask": umask,
             "numbers": [0, 1, 2, *pass_fds],
@@ -107,7 +108,8 @@ class ForkServer:
         self, environment: Mapping[str, str], *, has_vllm: bool = False, shared: pathlib.Path | None = None
     ) -> None:
         """shared: a path for all processes that use one server. The first of them starts it."""
-        self._environment = _read_at_import(environment)
+        self.environment = _read_at_import(environment)
+        """The variables in which a process that it forks may not differ."""
         self._has_vllm = has_vllm
         self.process: subprocess.Popen[bytes] | None = None
         if shared is None:
@@ -149,7 +151,7 @@ class ForkServer:
         return address, self.process.pid
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
-        return _read_at_import(environment) == self._environment
+        return _read_at_import(environment) == self.environment
 
     def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:
         """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
@@ -157,7 +159,7 @@ class ForkServer:
 
     def variable(self, name: str = "FORKED_BY") -> dict[str, str]:
         """For the environment of programs that are to use this server: see `address_for`."""
-        return {name: json.dumps([self.address, self._environment])}
+        return {name: json.dumps([self.address, self.environment])}
 
     def leave(self) -> None:
         """Use the server no more. It ends when the last process does so; forked processes keep running."""
@@ -260,8 +262,8 @@ def _tell(ending: int, *pair: int) -> None:
         os.write(ending, _PAIR.pack(*pair))
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> str:
-    """Turn this process into the requested one, as if it were new. Returns the module to run."""
+def _become(request: dict[str, Any], descriptors: list[int]) -> Callable[[], object]:
+    """Turn this process into the requested one, as if it were new. Returns what it runs."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -279,22 +281,32 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.modules["numpy"].random.seed()
     faults = sys.modules["batchinf.base.faults"]
     faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
-    module, *arguments = command[command.index("-m") + 1 :]
-    sys.argv = [module, *arguments]
-    if "-P" not in command:
-        sys.path.insert(0, request["folder"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     # The server's stream objects are set up for the server's own files.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    if module == "batchinf":
-        subprocess.Popen = forking(request["replicas"])  # type: ignore[misc]
+    if command[1:3] == _CODE:
+        sys.argv = ["-c", *command[4:]]
+        return functools.partial(exec, command[3], {"__name__": "__main__"})
+    module, *arguments = command[command.index("-m") + 1 :] if "-m" in command[:3] else command[1:]
+    sys.argv = [module, *arguments]
+    if "-P" not in command:
+        sys.path.insert(0, os.path.dirname(module) if _is_script(module) else request["folder"])
+    if module == "batchinf" or _is_script(module):
+        may_fork = is_replica if module == "batchinf" else _is_any
+        subprocess.Popen = forking(request["replicas"], may_fork)  # type: ignore[misc]
     elif module in sys.modules:
         # It becomes the main module.
         package, _, name = module.rpartition(".")
         delattr(sys.modules[package], name)
         del sys.modules[module]
-    return module
+    if _is_script(module):
+        return functools.partial(runpy.run_path, module, run_name="__main__")
+    return functools.partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+
+
+def _is_script(module: str) -> bool:
+    return module.endswith(".py")
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:
@@ -315,13 +327,23 @@ def _show(command: list[str]) -> None:
     ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def forking(server: str, may_fork: Callable[[], bool] = lambda: True) -> Any:
-    """A `subprocess.Popen` whose `python -P -m MODULE` a server forks: replicas, and queries to vLLM."""
+def is_replica(command: Sequence[str]) -> bool:
+    """A replica, a query to vLLM, or a first look at a file that may crash its reader."""
+    return command[1:3] in (["-P", "-m"], _CODE)
+
+
+def _is_any(command: Sequence[str]) -> bool:
+    """What a script starts: a replica, `batchinf`, or another script."""
+    return is_replica(command) or command[1:3] == ["-m", "batchinf"] or _is_script(command[1])
+
+
+def forking(server: str, may_fork: Callable[[Sequence[str]], bool] = is_replica) -> Any:
+    """A `subprocess.Popen` whose processes a server forks, where `may_fork` says so."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
         def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
-            if command[1:3] == ["-P", "-m"] and may_fork():
+            if may_fork(command):
                 return super().__new__(cls)
             return new(command, *args, **options)
 
@@ -331,11 +353,11 @@ def forking(server: str, may_fork: Callable[[], bool] = lambda: True) -> Any:
     return Popen
 
 
-def _run(module: str) -> NoReturn:
-    """Run a module as main and exit like Python, but free nothing: that takes 1 s in a fork."""
+def _run(main: Callable[[], object]) -> NoReturn:
+    """Run a main module and exit like Python, but free nothing: that takes 1 s in a fork."""
     code: Any = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        main()
     except SystemExit as error:
         code = error.code
     except Exception:

@@ -150,7 +150,6 @@ def rows_in(out: pathlib.Path) -> list[dict[str, Any]]:
 # -- 1 and 2: an input that changes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.real_starts
 def test_a_parquet_file_shuffled_between_kill_and_resume_is_noticed(tmp_path: pathlib.Path) -> None:
     rows, path = numbered(200), tmp_path / "prompts.parquet"
     write_parquet(path, rows)

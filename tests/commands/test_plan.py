@@ -257,6 +257,7 @@ def test_a_gated_model_and_a_hub_that_does_not_answer(
     assert str(raised.value).endswith("; or give a config.json: `plan` needs no other file of the model")
 
 
+@pytest.mark.usefixtures("quick_vllm_replicas")  # another process builds the model with PyTorch
 def test_a_config_without_heads_is_one_line(tmp_path: pathlib.Path) -> None:
     config = json.loads((jobs.MODEL / "config.json").read_text())
     place = model_folder(tmp_path / "model", {**config, "model_type": "unheard_of", "num_attention_heads": None})

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -35,8 +36,10 @@ def hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub
         yield hub
 
 
-def spec_of(folder: pathlib.Path, **output: Any) -> pathlib.Path:
-    return jobs.spec_of(folder, output={"push_to_hub": NAME, **output}, scripted={"step_s": 0.0})
+def spec_of(folder: pathlib.Path, sections: Mapping[str, Any] = MappingProxyType({}), **output: Any) -> pathlib.Path:
+    # One replica: the environment names the hub, so all processes of these jobs are new ones.
+    one = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+    return jobs.spec_of(folder, output={"push_to_hub": NAME, **output}, **one, **sections)
 
 
 def assert_no_token(*folders: pathlib.Path) -> None:
@@ -70,7 +73,7 @@ class Held:
 
 def test_from_a_dataset_to_a_dataset(hub: Hub, tmp_path: pathlib.Path) -> None:
     environment = hub.environment(tmp_path)
-    spec = jobs.spec_of(tmp_path, input={"path": "me/prompts"}, output={"push_to_hub": NAME})
+    spec = spec_of(tmp_path, {"input": {"path": "me/prompts"}})
     hub.fault = lambda method, path: "500" if path == COMMIT else ""
     failed = jobs.run("run", spec, **environment)
     assert_refused(

@@ -157,6 +157,7 @@ def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
         read_whole_row(str(out), "99")
 
 
+@pytest.mark.usefixtures("quick_replicas")
 def test_relative_paths_lead_from_the_folder_in_which_the_job_began(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

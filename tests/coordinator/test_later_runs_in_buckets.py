@@ -49,8 +49,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
     return before, jobs.rows_of(folder / "out")
 
 
-@pytest.mark.parametrize("keeps_folder", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("step", _steps(RETRY_STEPS))
+@pytest.mark.parametrize(
+    ("step", "keeps_folder"),
+    # The machine's folder makes a difference where a part is on its way; tests/bucket_model.py keeps some, too.
+    [
+        *(pytest.param(step, False, marks=[] if step in FAST else [pytest.mark.slow]) for step in RETRY_STEPS),
+        *(pytest.param(step, True, marks=pytest.mark.slow) for step in RETRY_STEPS[1:6:2]),
+    ],
+)
 def test_a_retry_goes_on_on_an_empty_machine(
     step: str,
     keeps_folder: bool,
@@ -63,10 +69,11 @@ def test_a_retry_goes_on_on_an_empty_machine(
     jobs.finish(spec, **store.environment)
     assert stores.rows(url) == expected[0]
     stores.lose_host(tmp_path)
-    # The closing lines are about parts that are fetched.
-    again = jobs.finish(spec, "--set", "output.store_timeout_s=5", **store.environment)
-    assert "was already done" in again.stdout and " × invalid_sampling: " in again.stdout
-    stores.lose_host(tmp_path)
+    if step in FAST:
+        # The closing lines are about parts that are fetched.
+        again = jobs.finish(spec, "--set", "output.store_timeout_s=5", **store.environment)
+        assert "was already done" in again.stdout and " × invalid_sampling: " in again.stdout
+        stores.lose_host(tmp_path)
     killed = jobs.run("run", spec, *ERRORS, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     assert re.search(r"fetching [1-9] parts, ", killed.stderr)

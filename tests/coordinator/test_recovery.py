@@ -32,16 +32,13 @@ STEPS = {
     "mid manifest line": "manifest.mid_line:4",
 }
 VICTIMS = ("coordinator", "replica", "everything")
-# At each step all at once, and one of the two alone in turn; the random kills below meet them all. Slow tests and the
-# first start new processes of Python. The others fork them, in a third of the time.
+# At each step all at once, and one of the two alone in turn; the random kills below meet them all. Those and the first
+# slow one start new processes of Python. The others fork them, in a third of the time.
 STRIKES = [
+    *((step, "everything") for step in STEPS),
     *(
-        pytest.param(step, "everything", marks=[pytest.mark.real_starts] if place == 0 else [])
-        for place, step in enumerate(STEPS)
-    ),
-    *(
-        pytest.param(step, victim, marks=[pytest.mark.slow, pytest.mark.real_starts])
-        for step, victim in zip(STEPS, itertools.cycle(("coordinator", "replica")), strict=False)
+        pytest.param(step, victim, marks=[pytest.mark.slow, *([pytest.mark.real_starts] if place == 0 else [])])
+        for place, (step, victim) in enumerate(zip(STEPS, itertools.cycle(("coordinator", "replica")), strict=False))
     ),
 ]
 # The threads of a replica, and the steps of a coordinator, which must be three.
@@ -57,7 +54,7 @@ POINTS = (
     "coordinator.before_drop:2",
     "storage.publish.before_rename:2",
 )
-NUM_RANDOM_KILLS = 12
+NUM_RANDOM_KILLS = 9
 LARGE_SHARDS = {"rows_per_shard": 24}
 
 
@@ -91,7 +88,6 @@ def test_killed_at_a_step(step: str, victim: str, tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.real_starts
 def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
     # Two logs are there before the third start folds them into one.
     spec = jobs.spec_of(tmp_path, output=LARGE_SHARDS)
@@ -283,7 +279,6 @@ def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.real_starts
 def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
     spec, once = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=len(POINTS)), tmp_path / "once"
     once.mkdir()
@@ -302,7 +297,7 @@ def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    # A start costs more than the work of a few rows: so slow that twelve lives cannot finish it.
+    # A start costs more than the work of a few rows: so slow that nine lives cannot finish it.
     spec = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=NUM_RANDOM_KILLS)
     slow = ("--set", "scripted.step_s=0.2", "--set", "scripted.max_num_seqs=4")
     everyone: list[psutil.Process] = []

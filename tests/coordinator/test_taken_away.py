@@ -15,6 +15,9 @@ from crashes import Ended, Strike, Warm
 
 import jobs
 
+# The process that forks the commands takes 5 s to start.
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 18
 # What is in the folder of a job that has begun, and in that of a retry. "." is the whole folder.
 BEGUN = (
@@ -96,11 +99,7 @@ def cases(names: tuple[str, ...], *, steps: tuple[int, ...]) -> Iterator[Any]:
     for name in names:
         for how in ("deleted", "replaced"):
             for step in steps[how == "replaced" and len(steps) > 1 :]:
-                marks = () if (name, how, step) in QUICK else pytest.mark.slow
-                yield pytest.param(name, how, step, marks=marks)
-
-
-QUICK = (("parts/*.parquet", "replaced", STEPS[1]), ("lock", "deleted", STEPS[0]))
+                yield name, how, step
 
 
 @pytest.mark.parametrize(("what", "how", "step"), [*cases(BEGUN, steps=STEPS)])

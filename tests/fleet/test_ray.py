@@ -28,7 +28,6 @@ pytest.importorskip("ray")
 
 pytestmark = [
     pytest.mark.fewer_rows,
-    pytest.mark.real_starts,
     # Ray's own, in this process, which starts the clusters.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -92,7 +92,7 @@ class TwoHosts:
                     [*self.prefix(host), *_OWN_PROCESSES, "sh", "-c", script],
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **ray_cluster.SETTINGS, "PYTHONPATH": ""},
+                    env={**os.environ, **ray_cluster.SETTINGS, **jobs.quick_start(), "PYTHONPATH": ""},
                     start_new_session=True,
                 )
             )

@@ -54,7 +54,8 @@ def assert_refused(refused: "jobs.subprocess.CompletedProcess[str]", *words: str
 def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: Hub) -> None:
     environment = online(hub, tmp_path)
     out = tmp_path / "out"
-    spec = jobs.spec_of(tmp_path, model="org/tiny", scripted={"step_s": 0.004}, output={"rows_per_shard": 50})
+    one = {"parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 50}}  # all its processes are new ones
+    spec = jobs.spec_of(tmp_path, model="org/tiny", scripted={"step_s": 0.004}, **one)
     process = jobs.start("run", spec, **environment)
     jobs.wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= 2)
     jobs.kill(jobs.family(process.pid))

@@ -1,10 +1,13 @@
 """Lets vLLM's Ray executor run on a CPU, which vLLM's CPU platform does not offer: Ray's "GPUs" stand for processors.
 
 So one engine over several hosts can be tried without GPUs. Only tensor parallelism: vLLM has no pipelines on a CPU.
+Processes start faster by `quick/sitecustomize.py`, which Python does not find beside this file.
 """
 
 import importlib.abc
 import importlib.machinery
+import pathlib
+import runpy
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,3 +33,4 @@ class _PlatformWithRay(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, _PlatformWithRay())
+runpy.run_path(str(pathlib.Path(__file__).parents[1] / "quick" / "sitecustomize.py"))

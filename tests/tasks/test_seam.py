@@ -171,7 +171,8 @@ def test_a_new_task_is_one_class_and_one_line(tmp_path: pathlib.Path) -> None:
     # Imported by each process when it starts, those of the replicas too.
     (tmp_path / "site" / "sitecustomize.py").write_text(COUNT)
     environment = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{jobs.quick_start()['PYTHONPATH']}"}
-    path = jobs.spec_of(tmp_path, task="count", count={"factor": 3}, sampling=None)
+    one = {"data_parallel_size": 1}
+    path = jobs.spec_of(tmp_path, task="count", count={"factor": 3}, sampling=None, parallel=one)
     done = jobs.finish(path, **environment)
     assert "task: count" in done.stderr + done.stdout
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
