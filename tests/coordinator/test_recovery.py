@@ -177,7 +177,7 @@ def test_a_staged_part_that_is_altered_is_made_again(tmp_path: pathlib.Path) -> 
     spec, out = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "out"
     assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
     named = {(part.shard, part.digest) for part in jobs.state_of(out).parts.values()}
-    [part] = [path for path in (out / "staging").glob("0*") if parse_staging_name(path.name) in named]
+    part, *_ = [path for path in (out / "staging").glob("0*") if parse_staging_name(path.name) in named]
     data = bytearray(part.read_bytes())
     data[100] ^= 1
     part.write_bytes(data)
