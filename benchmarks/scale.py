@@ -296,6 +296,9 @@ class SimulatedHandle:
     def log_tail(self) -> list[str]:
         return []
 
+    def start_activity(self) -> None:
+        """None: a start waits for nothing that could be watched."""
+
     def begin_end(self) -> None:
         """Nothing: `end` does not wait."""
 
