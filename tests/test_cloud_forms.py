@@ -53,7 +53,8 @@ def _skypilot() -> tuple[list[str], dict[str, str], int]:
     return ["bash", "-c", task["run"]], environment, int(number)
 
 
-@pytest.mark.parametrize("form", [_kubernetes, *jobs.slowly(_skypilot)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [_kubernetes, _skypilot])
 def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     command, environment, num_slices = form()
     for node, faults in (("a", "mirror.after_bundle:1=kill"), ("b", "")):

@@ -66,7 +66,8 @@ def test_a_process_whose_libraries_would_read_another_environment_is_new() -> No
     assert jobs.fork_server().can_fork({**jobs.environment, **jobs.quick_start(), "BATCHINF_FAULTS": "x=kill"})
 
 
-@pytest.mark.parametrize("name", ["ray", "vllm.entrypoints.llm", *jobs.slowly("lm_eval.tasks")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ray", "vllm.entrypoints.llm", "lm_eval.tasks"])
 def test_jobs_are_forked_whatever_libraries_have_changed(name: str) -> None:
     """Some change the environment when they are imported, and vLLM when an engine starts."""
     pytest.importorskip(name)

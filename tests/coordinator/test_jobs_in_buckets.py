@@ -211,6 +211,7 @@ def test_faults_in_a_quarter_of_the_requests(seed: int, url: str, tmp_path: path
     _is_whole(url)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_absent_for_some_time(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url, output={"store_timeout_s": 2})
     absent = []

@@ -59,6 +59,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Rows, Rows]:
     return first, second, third
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_retries_by_hand(steps: tuple[Rows, Rows, Rows], tmp_path: pathlib.Path) -> None:
     first, second, third = steps
     assert num_errors(first) > num_errors(second) > num_errors(third) > 0

@@ -98,6 +98,7 @@ def test_rows_with_too_few_pictures_are_counted_at_the_end(own: dict[str, Any], 
     assert "without an image" not in jobs.finish(all_of_them).stdout
 
 
+@pytest.mark.slow
 def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path / "old")
     assert f"relative paths of images begin in {tmp_path / 'old'}\n" in jobs.finish(path).stdout
@@ -347,6 +348,7 @@ def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.P
         results.tokenizer()
 
 
+@pytest.mark.slow
 def test_a_retry_stops_at_a_changed_picture_or_takes_it(tmp_path: pathlib.Path) -> None:
     rows = [{"id": f"row-{name}", "photo": f"pictures/{name}"} for name in ("a.png", "b.png", "gone.png")]
     # Without a temperature, a row that runs again has the same text.
