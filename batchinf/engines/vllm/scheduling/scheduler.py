@@ -282,8 +282,10 @@ class HoldingMixin:
         self._held: dict[str, _Held] = {}
         self._others: set[str] = set()
         self._stores: dict[int, RowStore] = {}
-        # Whether the batch is being filled, and the tokens of all steps: outputs, and prompts.
-        self._fills, self._num_made, self._num_read = True, 0, 0
+        self._fills = True  # whether the batch is being filled
+        # Tokens of all steps: of outputs, and of prompts.
+        self._num_made = 0
+        self._num_read = 0
 
     def add_request(self, request: Any) -> None:
         """See vLLM. Decides whether the request's output is held back."""
