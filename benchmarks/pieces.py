@@ -23,7 +23,6 @@ PIECES = {
     "bare-top20": ("attention", "token_loops", "holding", "scores"),
     "bare-small-top20": ("token_loops", "holding", "scores"),
     "bare-fp8": ("attention", "token_loops", "holding"),
-    "long-answers": ("prompt_groups",),
     "uneven": ("attention", "graph_choice"),
     "small-score": ("whole_steps", "joined", "scores"),
     "small-embed": ("whole_steps", "joined"),

@@ -33,7 +33,6 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
     "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_block_changes", None)],
-    "prompt_groups": [(f"{_ENGINE}.scheduling.scheduler", "_group_of", 0)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
     "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],
     "scores": [(f"{_ENGINE}.kernels.scores", "is_right", False)],

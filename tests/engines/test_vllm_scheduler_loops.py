@@ -248,60 +248,6 @@ def test_the_loops_do_what_vllm_does(
     hold_against_vllm(made_of, words, monkeypatch, is_v2=is_v2, is_caching=is_caching)
 
 
-def finish(driver: Driver, lengths: list[tuple[int, int]], is_async: bool) -> list[tuple[int, int]]:
-    """Run requests with these tokens of prompt and output to their ends. Returns the rows and new rows of each step."""
-    for row, (num_prompt, num_output) in enumerate(lengths):
-        params = {"max_tokens": num_output, "min_tokens": num_output, "logprobs": WIDTH}
-        driver.made.add_request(request(f"row {row}", [row % 9] * num_prompt, False, **params))
-    steps = []
-    while driver.made.requests:
-        step = driver.schedule()
-        steps.append((len(step["scheduled"]), len(step["new"])))
-        assert len(driver.made.running) <= 16
-        while len(driver.flying) > is_async:
-            driver.update()
-    return steps
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("num_blocks", [20, 40, 120])
-def test_prompts_are_read_in_groups_where_outputs_are_long(num_blocks: int, is_async: bool) -> None:
-    """20 blocks hold half of the rows for which the batch has places, so that the cache decides, as in vLLM."""
-    chance = random.Random(num_blocks)
-    lengths = [(chance.randint(2, 6), chance.randint(20, 80)) for _ in range(150)]
-    vllms_own = AsyncScheduler if is_async else Scheduler
-    made_of = arguments(num_blocks, 16, is_async, False, MODEL_LEN)
-    one, other = (Driver(made, WORDS) for made in (ours.scheduler(**made_of), vllms_own(**made_of)))
-    one.made._group = 4
-    ours_steps, vllms_steps = finish(one, lengths, is_async), finish(other, lengths, is_async)
-    for row in range(len(lengths)):
-        assert one.output(f"row {row}") == other.output(f"row {row}")
-    with_prompts, vllms_with_prompts = (sum(new > 0 for _, new in steps[20:]) for steps in (ours_steps, vllms_steps))
-    # The last prompts are read too, and few places were empty meanwhile.
-    assert len(ours_steps) < 1.15 * len(vllms_steps)
-    if num_blocks == 20:
-        assert ours_steps == vllms_steps
-    if num_blocks == 120:
-        assert with_prompts < vllms_with_prompts / 2
-
-
-def test_prompts_are_read_at_once_where_outputs_are_short() -> None:
-    lengths = [(20, 10 + row % 30) for row in range(100)]
-    made_of = arguments(400, 16, False, False, MODEL_LEN)
-    one, other = (Driver(made, WORDS) for made in (ours.scheduler(**made_of), Scheduler(**made_of)))
-    one.made._group = 4
-    assert finish(one, lengths, is_async=False) == finish(other, lengths, is_async=False)
-
-
-def test_prompts_are_gathered_on_gpus_only() -> None:
-    made = ours.scheduler(**arguments(60, 64, False, False, MODEL_LEN))
-    assert made._group == 0
-    made.vllm_config.device_config.device_type = "cuda"
-    assert ours._group_of(made) == 4
-    made._changes = None
-    assert ours._group_of(made) == 0
-
-
 @pytest.mark.parametrize("is_caching", [False, True])
 def test_preemptions_are_counted_with_and_without_the_prefix_cache(is_caching: bool) -> None:
     """vLLM counts them where its prefix cache is asked again, so without that cache it counts none."""

@@ -2,8 +2,7 @@
 
 It keeps the rows of a step, with one write for all requests. Requests that only decode go through two short loops,
 `_schedule_head` and `_add_tokens`, which were compared with vLLM's methods step by step
-(`benchmarks/scheduler_steps.py` has the costs). Where outputs are much longer than prompts, prompts are read in groups,
-so that most steps only decode. Requests with stop strings go through unchanged, because the front end
+(`benchmarks/scheduler_steps.py` has the costs). Requests with stop strings go through unchanged, because the front end
 looks at their text after every token. `engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 
 The subclass holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this
@@ -43,11 +42,6 @@ _FIRST_SLOTS = 64
 _PIECE_BYTES = 2**16
 # Token ids of a request without logprobs leave in pieces of about the same size; a reference takes 8 bytes.
 _PIECE_TOKENS = _PIECE_BYTES // 8
-# On a GPU, whole CUDA graphs and batchinf's attention run only in steps that read no prompt. If each prompt is read as
-# soon as there is a place, nearly all steps read one. So prompts wait until a sixteenth of the batch is free, if steps
-# have made at least four times as many tokens as they have read of prompts (benchmarks/RESULTS.md).
-_GROUPS_OF_BATCH = 16
-_LEAST_RATIO = 4
 
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]
 
@@ -62,7 +56,6 @@ def scheduler(**arguments: Any) -> Any:
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._changes = _block_changes(made)
-    made._group = _group_of(made)
     if allowed("masks"):
         made._guided = GuidedRows(made.structured_output_manager)
         made.structured_output_manager.grammar_bitmask = made._guided.grammar_bitmask
@@ -124,12 +117,6 @@ def _block_changes(made: Any) -> BlockChanges | None:
         sizes.append(made.kv_cache_manager.block_pool.hash_block_size)
     leaving = {window for each in growing if (window := _window_of(each)) is not None}
     return BlockChanges(math.gcd(*sizes) or made.max_model_len, tuple(sorted(leaving)))
-
-
-def _group_of(made: Any) -> int:
-    """How many places of the batch are free before prompts are read; 0 if vLLM decides in each step."""
-    is_on_gpu = made.vllm_config.device_config.device_type == "cuda"
-    return made.max_num_active_reqs // _GROUPS_OF_BATCH if is_on_gpu and made._changes is not None else 0
 
 
 def _name_of(manager: Any) -> str:
@@ -272,8 +259,6 @@ class HoldingMixin:
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _changes: BlockChanges | None = None
-    # Set by `scheduler`; see `_group_of`.
-    _group: int = 0
     # Set by `scheduler`. None: grammars are asked one by one.
     _guided: GuidedRows | None = None
 
@@ -282,10 +267,6 @@ class HoldingMixin:
         self._held: dict[str, _Held] = {}
         self._others: set[str] = set()
         self._stores: dict[int, RowStore] = {}
-        self._fills = True  # whether the batch is being filled
-        # Tokens of all steps: of outputs, and of prompts.
-        self._num_made = 0
-        self._num_read = 0
 
     def add_request(self, request: Any) -> None:
         """See vLLM. Decides whether the request's output is held back."""
@@ -331,15 +312,11 @@ class HoldingMixin:
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
-        most_active = self.max_num_active_reqs
-        if self._leaves_prompts():
-            self.max_num_active_reqs = len(self.running)
         num_head, steps, masked = self._schedule_head(self._changes)
         head, self.running = self.running[:num_head], self.running[num_head:]
         self._lower_limits(num_head, len(steps.req_ids))
         output = vllms_own.schedule()
         self._lower_limits(-num_head, -len(steps.req_ids))
-        self.max_num_active_reqs = most_active
         self.running = head + self.running
         others = output.scheduled_cached_reqs
         for name in ("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
@@ -352,17 +329,7 @@ class HoldingMixin:
         output.pending_structured_output_tokens |= any(masked)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(steps.req_ids)
-        self._num_made += len(output.num_scheduled_tokens)
-        self._num_read += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
-        if len(self.running) >= most_active:
-            self._fills = False
         return output
-
-    def _leaves_prompts(self) -> bool:
-        """Whether waiting prompts are left to a later step, in which a group of them finds places."""
-        if self.max_num_active_reqs - len(self.running) >= self._group:
-            self._fills = True
-        return not self._fills and self._num_made >= _LEAST_RATIO * self._num_read
 
     def _schedule_head(self, changes: BlockChanges) -> tuple[int, Any, set[bool]]:
         """Schedule requests from the head of the batch up to one that does not only decode or finds no free block.
