@@ -27,6 +27,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import error_rows
 from batchinf.output.journal import Journal
 from batchinf.output.parts import output_rows
+from batchinf.output.remarks import INVENTED
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
@@ -59,6 +60,8 @@ class Head:
     """All rows, or error rows if only these were asked for; None if the job is not done."""
     only_errors: bool = False
     """Whether only error rows were asked for."""
+    is_invented: bool = False
+    """Whether the scripted engine made the answers, and no model."""
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
@@ -93,6 +96,7 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
         shown=shown,
         num_rows=_total([state for _, state in found], only_errors),
         only_errors=only_errors,
+        is_invented=spec.scripted is not None,
     )
 
 
@@ -264,6 +268,8 @@ def _images_text(formats: Sequence[str], widths: Sequence[int], heights: Sequenc
 
 
 def _remarks(head: Head, left_out: Sequence[str]) -> Iterator[str]:
+    if head.is_invented:
+        yield INVENTED
     if left_out:
         facts = [name for name, _ in IMAGE_FACTS]
         named = [column for name in left_out for column in (facts if name == _IMAGES else [name])]

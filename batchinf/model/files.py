@@ -374,7 +374,8 @@ def _no_answer(name: str, command: str, error: Exception, status: int | None) ->
     from huggingface_hub import errors
 
     absent = f"{_nowhere(name)}, nor a model in the hub cache"
-    is_path = os.path.isdir(os.path.dirname(name))  # rather than an id: the download would be of no use
+    # Rather than an id: the download would be of no use.
+    is_path = os.path.isdir(os.path.dirname(name)) or name.endswith(".json")
     if isinstance(error, errors.OfflineModeIsEnabled):
         remedy = "check the name" if is_path else f"unset it, or run `{command}` first"
         return f"{absent}, and HF_HUB_OFFLINE is set; {remedy}"
@@ -387,7 +388,7 @@ def _nowhere(name: str) -> str:
     folder, _, last = name.rpartition("/")
     if os.path.isdir(folder):
         return f"there is no '{last}' in the folder '{os.path.abspath(folder)}'"
-    return f"there is no folder '{name}'"
+    return f"there is no {'file' if name.endswith('.json') else 'folder'} '{name}'"
 
 
 def _brief(error: Exception) -> str:

@@ -8,7 +8,7 @@ from batchinf.prompts import encoder
 from batchinf.records import PartCounts
 from batchinf.tasks.registry import stored_task
 
-_INVENTED = "the answers are invented: the spec has `scripted`, so no model ran"
+INVENTED = "the answers are invented: the spec has `scripted`, so no model ran"
 
 
 def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
@@ -45,7 +45,7 @@ def remarks(states: Sequence[State]) -> list[str]:
     counts = PartCounts.sum(state.counts for state in states)
     specs = [state.header.spec for state in states]
     return [
-        *([_INVENTED] if specs[0].get("scripted") is not None else []),
+        *([INVENTED] if specs[0].get("scripted") is not None else []),
         *stored_task(specs[0]).count_lines(counts.num_rows, counts.task_counts or {}),
         *non_finite_lines(
             counts.num_nan_rows,

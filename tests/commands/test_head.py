@@ -70,6 +70,7 @@ def test_the_table_fits_the_terminal_and_nothing_in_it_is_obeyed(columns: int, o
         assert "\\u001b[31mred" in rows[0] and "<script>alert" in rows[0]
         assert "Once upon a time↵there was" in rows[1]
     assert any("no room for" in line for line in lines) == (columns < 160)
+    assert any(line.startswith("the answers are invented") for line in lines)
     assert lines[-1] == "6 of 34 rows; -n shows more"
 
 
@@ -266,7 +267,7 @@ def test_other_tasks_show_what_they_store(task: str, sections: Any, wanted: str,
     jobs.finish(jobs.spec_of(tmp_path, task=task, sampling=None, **few, input=given))
     lines = head(tmp_path / "out", columns=160)
     assert lines[0].split()[: len(wanted.split())] == wanted.split()
-    assert len(lines) == 7
+    assert len(lines) == 8
 
 
 def test_a_job_without_finished_rows_says_so(out: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -454,6 +454,10 @@ def test_offline_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         f"model.name: there is no 'tiny' in the folder '{os.getcwd()}/org', nor a model in the hub cache, and "
         "HF_HUB_OFFLINE is set; check the name"
     )
+    assert refusal(lambda: resolve(spec("config.json"))) == (
+        "model.name: there is no file 'config.json', nor a model in the hub cache, and HF_HUB_OFFLINE is set; check "
+        "the name"
+    )
     assert server.asked == []
 
 
