@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 
 _USUAL = gc.get_threshold()
 _RARE = 250_000
+_SLOW_S = 2.0
 
 
 def collect_rarely() -> None:
@@ -48,6 +49,18 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextlib.contextmanager
+def say_if_slow(say: Callable[[str], None] | None, words: str) -> Iterator[None]:
+    """Say what the block does if it takes 2 s. None: say nothing."""
+    timer = threading.Timer(_SLOW_S, lambda: say and say(f"{words} …"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

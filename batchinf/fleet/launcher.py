@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError
+from batchinf.base.process import say_if_slow
 from batchinf.base.slices import source_folder
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
@@ -97,7 +98,8 @@ class Launcher:
             say(line)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-        fit = fit_of(model, spec, *size, limits_of=job.task.default_batch_limits)
+        with say_if_slow(say, f"counting the weights of {model.name}"):
+            fit = fit_of(model, spec, *size, limits_of=job.task.default_batch_limits)
         if slots[0].devices:
             number = replicas_per_device(spec, fit, job.task, len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})

@@ -15,6 +15,7 @@ from fleets import Devices
 from model_configs import GPT_OSS_120B, QWEN3_235B_FP8, model_folder
 
 import jobs
+from batchinf.base import process
 from batchinf.base.errors import SpecError, UserError
 from batchinf.commands.plan import plan
 from batchinf.commands.plan.plan import PlanOptions, make_plan
@@ -272,7 +273,7 @@ def test_a_slow_plan_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pyte
     said: list[str] = []
     make_plan(place, (), PlanOptions(gpus=("h200",)), said.append)
     assert not any("config" in line for line in said)
-    monkeypatch.setattr(plan, "_QUIET_S", 0.1)
+    monkeypatch.setattr(process, "_SLOW_S", 0.1)
     make_plan(place, (), PlanOptions(gpus=("h200",)), said.append)
     assert f"reading the config of {place} …" in said
 

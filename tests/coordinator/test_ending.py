@@ -6,21 +6,26 @@ import pathlib
 import re
 import signal
 import threading
+import time
+from typing import Any
 
 import pytest
 import yaml
 
 import batchinf
 import jobs
+from batchinf.base import process
 from batchinf.base.slices import job_folders
 from batchinf.base.stop_signals import StopRequests
 from batchinf.base.storage import Folder
 from batchinf.base.text import ErrorGroup, counted, without_numbers
 from batchinf.commands.status import _job_state
 from batchinf.coordinator.ending import _image_folder, finished
+from batchinf.fleet import launcher
 from batchinf.manifest.lines import Platform, record_line
 from batchinf.manifest.lock import Holder
 from batchinf.manifest.state import read_state
+from batchinf.model.memory import Fit, fit_of
 from batchinf.output import journal
 from batchinf.report.page import write_report
 from batchinf.spec.file import read_spec
@@ -75,6 +80,23 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     assert (again.was_done, again.speed, again.errors) == (True, None, summary.errors)
     with pytest.raises(batchinf.ErrorRateExceeded, match="2 × prompt_too_long: got 100,000"):
         batchinf.run(spec, overrides={"max_error_rate": 0}, quiet=True)
+
+
+def test_a_start_that_counts_weights_for_long_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slowly(*arguments: Any, **named: Any) -> Fit:
+        time.sleep(0.3)
+        return fit_of(*arguments, **named)
+
+    monkeypatch.setattr(launcher, "fit_of", slowly)
+    spec = yaml.safe_load(jobs.spec_of(tmp_path, input={"limit": 2}, **QUICK).read_text())
+    batchinf.run(spec)
+    words = f"counting the weights of {MODEL} …"
+    assert words not in capsys.readouterr().err
+    monkeypatch.setattr(process, "_SLOW_S", 0.1)
+    batchinf.run(spec, overrides=[f"output.path={tmp_path / 'other'}"])
+    assert words in capsys.readouterr().err
 
 
 def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,14 @@
 """`batchinf plan`: what a model or a job needs, and how long it takes, on GPUs that need not be here."""
 
-import contextlib
 import dataclasses
-import functools
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.cost import Cost
 from batchinf.base.errors import InputError, ModelError, UserError
+from batchinf.base.process import say_if_slow
 from batchinf.commands.plan.advice import advice_lines
 from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.fleet.parallel import given_degrees, on_device
@@ -48,7 +45,6 @@ from batchinf.tasks.registry import task_of
 _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _FAR = 4  # times the job's longest sequence, from which on a note names `auto`
-_QUIET_S = 2.0
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
@@ -87,7 +83,6 @@ def make_plan(
     say: called with what `plan` does, from the time on when it has taken 2 s.
     """
     _check_numbers(asked)
-    say_if_slow = functools.partial(_say_if_slow, say, time.monotonic())
     gpus = _gpus_of(asked)
     file, is_job = _spec_of(target, overrides)
     if asked.price is not None and not is_job and not asked.has_time:
@@ -97,9 +92,9 @@ def make_plan(
     if asked.price is None:
         asked = dataclasses.replace(asked, price=file.spec.price_per_gpu_hour)
     notes: list[str] = []
-    with say_if_slow(f"reading {file.spec.input.path} and counting the tokens of its prompts"):
+    with say_if_slow(say, f"reading {file.spec.input.path} and counting the tokens of its prompts"):
         job, work = _job(file, asked, notes) if is_job else (None, None)
-    with say_if_slow(f"reading the config of {file.spec.model.name}"):
+    with say_if_slow(say, f"reading the config of {file.spec.model.name}"):
         model = _resolved(file.spec.model, is_job=is_job)
     with naming_lines(file):
         check_heads(file.spec, model)
@@ -108,7 +103,7 @@ def make_plan(
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
-    with say_if_slow(f"counting the weights of {model.name}"):
+    with say_if_slow(say, f"counting the weights of {model.name}"):
         base = _known_fit(model, file.spec)
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
@@ -131,7 +126,7 @@ def make_plan(
         def plan_on(model: Model, spec: JobSpec, gpu: Gpu) -> GpuPlan:
             return _on_gpu(gpu, _known_fit(model, spec), spec, same, context=context, work=work, num_rows=num_rows or 0)
 
-        with say_if_slow("looking for weights and GPUs that leave more cache"):
+        with say_if_slow(say, "looking for weights and GPUs that leave more cache"):
             advice = tuple(advice_lines(plan, model, file.spec, work, plan_on=plan_on))
     if job is not None:
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
@@ -153,21 +148,6 @@ def _resolved(spec: ModelSpec, *, is_job: bool) -> Model:
         if is_job or os.path.isdir(spec.name):
             raise
         raise ModelError(f"{error}; or give a config.json: `plan` needs no other file of the model") from error
-
-
-@contextlib.contextmanager
-def _say_if_slow(say: Callable[[str], None] | None, began: float, words: str) -> Iterator[None]:
-    """Say what the block does if it takes half a second, and `_QUIET_S` have passed since the beginning."""
-    if say is None:
-        yield
-        return
-    timer = threading.Timer(max(0.5, began + _QUIET_S - time.monotonic()), say, [f"{words} …"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _long_context_note(needs: Needs, context: int, longest: int) -> Iterator[str]:
