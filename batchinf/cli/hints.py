@@ -39,7 +39,11 @@ _OF_COMMAND = {
         "--container": "`--sbatch container-image=IMAGE` is for Pyxis; for Apptainer, fill in `within` in the script",
         "--script": "the script is OUT.slurm/job.sbatch: copy it where you want it",
     },
-    "export": {"--format": "`--to FORMAT` names the format", "--limit": "`--where 'row_index < N'` chooses rows"},
+    "export": {
+        "--format": "`--to FORMAT` names the format",
+        "--limit": "`--where 'row_index < N'` chooses rows",
+        **dict.fromkeys(("--push-to-hub", "--public"), "`hf upload USER/NAME FOLDER . --repo-type dataset` uploads it"),
+    },
 }
 _COMMANDS = {
     **dict.fromkeys(("resume", "continue", "restart"), "`batchinf run JOB.yaml` resumes the job, with the same spec"),

@@ -126,13 +126,6 @@ def _export(
         typer.Option("--where", metavar="SQL", help="Export rows for which this expression over the columns is true."),
     ] = None,
     overwrites: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")] = False,
-    push_to: Annotated[
-        str | None,
-        typer.Option("--push-to-hub", metavar="USER/NAME", help="Upload the dataset of hf to the hub, too."),
-    ] = None,
-    is_public: Annotated[
-        bool, typer.Option("--public", help="A dataset that is new on the hub can be read by all, not only by you.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
@@ -146,8 +139,6 @@ def _export(
         columns=names_in(",".join(columns or ())),
         where=where,
         overwrites=overwrites,
-        push_to=push_to,
-        is_public=is_public,
     )
     exported = export_job(out, request)
     if path == STDOUT:

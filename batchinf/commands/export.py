@@ -17,7 +17,7 @@ from batchinf.base.text import counted, list_names, one_line
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.dataset_card import card_of
 from batchinf.export.files import STDOUT, Files, check_is_free, check_target
-from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
+from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport
 from batchinf.export.jsonl import JsonLinesExport
 from batchinf.export.openai_batch import OpenAIBatchExport
 from batchinf.export.plain import CsvExport, ParquetExport
@@ -41,16 +41,12 @@ class Exported:
     files: tuple[str, ...]
     notes: tuple[str, ...]
     """What the export does not have, in lines for the user."""
-    pushed_to: str | None = None
-    """The URL of the commit on the hub."""
 
     def lines(self) -> Iterator[str]:
         """For people."""
         yield from (f"note: {note}" for note in self.notes)
         files = self.files if len(self.files) <= _MOST_FILES else (*self.files[:2], f"{len(self.files) - 2} more files")
         yield f"{counted(self.num_rows, 'output row')} in {list_names(files)}"
-        if self.pushed_to is not None:
-            yield f"pushed to the hub: {self.pushed_to}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +67,6 @@ class ExportRequest:
     """Whether a format that has them apart writes error rows to a file of their own."""
     split: str = "train"
     """The name of the split, for `hf`."""
-    push_to: str | None = None
-    """The name of a dataset on the hub, for `hf`."""
-    is_public: bool = False
-    """Whether a dataset that is new on the hub can be read by all."""
 
 
 def export_job(out: str, request: ExportRequest) -> Exported:
@@ -90,16 +82,13 @@ def export_job(out: str, request: ExportRequest) -> Exported:
     rows = Rows(job.results, form.columns(request.columns, job.results), request.where, computed=computed)
     if form is HuggingFaceExport and not request.overwrites:
         check_is_free(os.path.join(request.path, CARD))  # it is written last
-    if request.push_to is not None:
-        reserve(request.push_to, is_public=request.is_public, overwrites=request.overwrites)
     with Files(overwrites=request.overwrites) as files:
         num_rows = _write(job, rows, files, form=form, request=request)
         if form is HuggingFaceExport:
             is_whole = request.where is None and not request.columns
             card = card_of(job, num_rows, request.where, split=request.split, is_whole=is_whole)
             files.open(os.path.join(request.path, CARD)).write(card.encode())
-    pushed_to = None if request.push_to is None else push(request.push_to, request.path)
-    return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
+    return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes))
 
 
 def _notes(job: ExportedJob, request: ExportRequest, computed: Collection[str]) -> Iterator[str]:
@@ -163,9 +152,7 @@ def _check_fits(form: type[Format], request: ExportRequest) -> None:
         raise UserError("-o: got stdout, which holds one file; give a path")
     check_target(request.path)
     if form is HuggingFaceExport and is_bucket(request.path):
-        raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
-    if request.push_to is not None and form is not HuggingFaceExport:
-        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
+        raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and upload it with `hf upload`")
 
 
 def _check_columns(columns: Sequence[str], names: Sequence[str]) -> None:

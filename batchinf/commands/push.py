@@ -43,7 +43,8 @@ def check_push(file: SpecFile, job_id: str | None) -> None:
     if file.slice is not None:
         raise UserError(
             f"output.push_to_hub: got it with --slice {file.slice}; leave it out, and when all slices are done, run "
-            f"batchinf export {file.spec.output.path} --to hf -o FOLDER --push-to-hub {target.repository}"
+            f"batchinf export {file.spec.output.path} --to hf -o FOLDER && hf upload {target.repository} FOLDER . "
+            "--repo-type dataset"
         )
     JobDataset.reserve(target, job_id, "no engine has started")
 

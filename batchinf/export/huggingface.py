@@ -1,4 +1,4 @@
-"""Export as a dataset of the Hugging Face hub: a folder of Parquet files and a card, which may be pushed."""
+"""Export as a dataset of the Hugging Face hub: a folder of Parquet files and a card."""
 
 import contextlib
 import pathlib
@@ -14,7 +14,6 @@ DATA = "data"
 CARD = "README.md"
 # The hub makes this file itself.
 _HUBS_OWN = {".gitattributes"}
-_OPTION = "--push-to-hub"
 _FIELD = "output.push_to_hub"
 
 
@@ -22,52 +21,6 @@ class HuggingFaceExport(ParquetExport):
     """`datasets.load_dataset(FOLDER)` reads it."""
 
     name = "hf"
-
-
-def reserve(name: str, *, is_public: bool, overwrites: bool) -> None:
-    """Make the dataset on the hub if it is not there, so that a missing right is found before rows are written.
-
-    is_public: of a new dataset. overwrites: whether files that it has already may be replaced. Raises UserError.
-    """
-    from huggingface_hub import HfApi
-
-    with _told(_OPTION, name, "nothing was exported"):
-        api = HfApi()
-        api.create_repo(name, repo_type="dataset", private=not is_public, exist_ok=True)
-        there = [file for file in api.list_repo_files(name, repo_type="dataset") if file not in _HUBS_OWN]
-    if there and not overwrites:
-        raise UserError(
-            f"--push-to-hub: the dataset {name} has {there[0]!r} already; give another name, or --overwrite to replace "
-            "its data and card"
-        )
-
-
-def push(name: str, folder: str) -> str:
-    """Upload the folder in one commit that replaces the data of an earlier one. Returns the commit's URL.
-
-    Raises UserError, which says how to upload the folder without another export.
-    """
-    again = f"the dataset is in {folder}; `hf upload {name} {folder} . --repo-type dataset` uploads it"
-    with _told(_OPTION, name, again):
-        return _upload(name, folder)
-
-
-def _upload(name: str, folder: str, parent: str | None = None) -> str:
-    """parent: the commit on which the new one must follow; None for any."""
-    from huggingface_hub import HfApi
-
-    commit = HfApi().upload_folder(
-        repo_id=name,
-        repo_type="dataset",
-        folder_path=folder,
-        commit_message="Export of batchinf",
-        delete_patterns=[f"{DATA}/*", "plots/*"],  # cards had plots until commit 7d63964a
-        parent_commit=parent,
-    )
-    return str(commit.commit_url)
-
-
-# -- the dataset of `output.push_to_hub` -------------------------------------------------------------------------------
 
 
 def job_mark(job_id: str) -> str:
@@ -96,7 +49,7 @@ class JobDataset:
         name = target.repository
         api = HfApi()
         card = ""
-        with _told(_FIELD, name, again):
+        with _told(name, again):
             if get_token() is None:
                 raise errors.LocalTokenNotFoundError
             api.create_repo(name, repo_type="dataset", private=not target.public, exist_ok=True)
@@ -121,26 +74,34 @@ class JobDataset:
 
     def push(self, folder: str, again: str) -> str:
         """Upload the folder in one commit, if no other one has come since. Returns its URL. Raises UserError."""
-        with _told(_FIELD, self.target.repository, again):
-            return _upload(self.target.repository, folder, self.commit)
+        from huggingface_hub import HfApi
+
+        with _told(self.target.repository, again):
+            commit = HfApi().upload_folder(
+                repo_id=self.target.repository,
+                repo_type="dataset",
+                folder_path=folder,
+                commit_message="Export of batchinf",
+                delete_patterns=[f"{DATA}/*", "plots/*"],  # cards had plots until commit 7d63964a
+                parent_commit=self.commit,
+            )
+        return str(commit.commit_url)
 
 
 @contextlib.contextmanager
-def _told(place: str, name: str, again: str) -> Iterator[None]:
-    """Raise an error of the hub as a UserError of one line.
-
-    place: the option or the field that names the dataset. again: the end of the line, which says what to do.
-    """
+def _told(name: str, again: str) -> Iterator[None]:
+    """Raise an error of the hub as a UserError of one line. again: the end of the line, which says what to do."""
     from huggingface_hub import errors
 
     try:
         yield
     except errors.HFValidationError:
-        raise UserError(f"{place}: got {name!r}; must be the name of a dataset on the hub: USER/NAME") from None
+        raise UserError(f"{_FIELD}: got {name!r}; must be the name of a dataset on the hub: USER/NAME") from None
     except errors.LocalTokenNotFoundError:
-        raise UserError(f"{place}: no token of the hub is here; set HF_TOKEN or run `hf auth login`; {again}") from None
+        why = "no token of the hub is here; set HF_TOKEN or run `hf auth login`"
+        raise UserError(f"{_FIELD}: {why}; {again}") from None
     except errors.OfflineModeIsEnabled:
-        raise UserError(f"{place}: HF_HUB_OFFLINE is set; unset it; {again}") from None
+        raise UserError(f"{_FIELD}: HF_HUB_OFFLINE is set; unset it; {again}") from None
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
         # An upload that fails is a RuntimeError that names the file, because of one of the others.
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
@@ -149,4 +110,4 @@ def _told(place: str, name: str, again: str) -> Iterator[None]:
             why = f"the hub does not let this machine's token write to {name} ({status}); run `hf auth login`"
         else:
             why = f"the hub answered with status {status}" if status else f"the hub cannot be reached: {cause}"
-        raise UserError(f"{place}: {why}; {again}") from error
+        raise UserError(f"{_FIELD}: {why}; {again}") from error

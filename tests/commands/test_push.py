@@ -279,7 +279,8 @@ def test_what_is_refused_before_any_row_runs(
 def test_slices_do_not_push(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=r"^output.push_to_hub: got it with --slice 0/2; leave it out") as refused:
         batchinf.run(spec_of(tmp_path), slice="0/2")
-    assert f"batchinf export {tmp_path / 'out'} --to hf -o FOLDER --push-to-hub me/answers" in str(refused.value)
+    exports = f"batchinf export {tmp_path / 'out'} --to hf -o FOLDER"
+    assert f"{exports} && hf upload me/answers FOLDER . --repo-type dataset" in str(refused.value)
 
 
 @pytest.mark.slow
