@@ -92,7 +92,7 @@ def _refuse_towers(what: str, folder: pathlib.Path, model: Model) -> None:
     in_tower = next((half.module for half in halves(folder) if _is_in_tower(half.module, model)), None)
     if in_tower is not None:
         raise ModelError(f"{what}it changes {in_tower} of the image encoder, which vLLM would pass over; set engine."
-                         f"{TOWERS}: true, and compare a few rows with `batchinf verify`")  # fmt: skip
+                         f"{TOWERS}: true, and compare a few rows with transformers and PEFT")  # fmt: skip
 
 
 def _is_in_tower(module: str, model: Model) -> bool:
