@@ -1,6 +1,5 @@
 """The commands that take a spec: each makes, checks, plans or runs a job, and prints the report of it."""
 
-import contextlib
 import json
 import re
 import shlex
@@ -10,7 +9,6 @@ from typing import Annotated
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.paths import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import names_in
@@ -144,9 +142,6 @@ def _run_batch(
     job: Annotated[
         str | None, path_option("--job", metavar="FOLDER", help="The job's folder; default: beside the answers.")
     ] = None,
-    follows: Annotated[
-        bool, typer.Option("--follow", help="Also write the answers so far every few seconds while the job runs.")
-    ] = False,
 ) -> None:
     """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one.
 
@@ -154,16 +149,12 @@ def _run_batch(
     """
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.commands.export import following
         from batchinf.commands.run_batch import batch_run, check_lines, write_answers
 
         collect_as_usual()
-        if follows and is_bucket(output_file):
-            raise UserError("--follow: got a URL for the answers, which is written once; leave --follow out")
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
-        with following(run.folder, run.output) if follows else contextlib.nullcontext():
-            summary = api.run(run.spec).summary
+        summary = api.run(run.spec).summary
         exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
     check_lines(summary)

@@ -1,19 +1,15 @@
 """`batchinf export`: the output of a job in another format, in the order of the input."""
 
-import contextlib
 import os
 import pathlib
-import sys
-import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from batchinf.base.errors import OutputError, UserError
+from batchinf.base.errors import UserError
 from batchinf.base.paths import is_bucket
-from batchinf.base.text import counted, list_names, one_line
+from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.dataset_card import card_of
 from batchinf.export.files import STDOUT, Files, check_is_free, check_target
@@ -28,7 +24,6 @@ from batchinf.tasks.computed import LABEL, computed_columns
 FORMATS: dict[str, type[Format]] = {
     format.name: format for format in (JsonLinesExport, CsvExport, ParquetExport, HuggingFaceExport, OpenAIBatchExport)
 }
-_FOLLOW_S = 5.0
 _MOST_FILES = 4
 """More are not all named to people."""
 
@@ -112,38 +107,6 @@ def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], re
     for writer in writers:
         writer.close()
     return num_rows
-
-
-@contextlib.contextmanager
-def following(out: str, request: ExportRequest) -> Iterator[None]:
-    """While the block runs a job, write the rows committed so far, at most a twentieth of the time."""
-    ended = threading.Event()
-
-    def follow() -> None:
-        wait_s = _FOLLOW_S
-        num_rows = 0
-        last_error = ""
-        while not ended.wait(wait_s):
-            begun = time.monotonic()
-            try:
-                if (now := len(Results(out))) != num_rows:
-                    export_job(out, request)
-                    num_rows = now
-            except OutputError:  # the job has not begun, or has no part yet
-                pass
-            except Exception as error:  # the job goes on, and the file is written at its end
-                if (words := one_line(f"{type(error).__name__}: {error}", 300)) != last_error:
-                    print(f"--follow: the answers so far could not be written: {words}", file=sys.stderr)
-                last_error = words
-            wait_s = max(_FOLLOW_S, 20 * (time.monotonic() - begun))
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _check_fits(form: type[Format], request: ExportRequest) -> None:

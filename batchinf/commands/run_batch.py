@@ -51,6 +51,7 @@ _WITHOUT_EFFECT = {
 }
 _REFUSED = {
     **dict.fromkeys(("enable_metrics", "host", "port", "url"), "no server runs: see `batchinf status --watch`"),
+    "follow": "`batchinf export FOLDER --to openai-batch -o FILE` writes the answers so far at any time",
     **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
     "hf_token": "set HF_TOKEN in the environment",
 }

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 import jobs
 from batchinf import api
 from batchinf.base.errors import UserError
-from batchinf.commands.export import ExportRequest, export_job, following
+from batchinf.commands.export import export_job
 from batchinf.commands.run_batch import asked_by_lines, batch_run, kept_input, read_flags
 from batchinf.engines.installed import engine_argument_names
 from batchinf.spec.file import read_spec
@@ -92,6 +92,7 @@ def test_flags_of_pooling_choose_the_lines(flags: str, task: str | None, tmp_pat
     ("flags", "message"),
     [
         ("--enable-metrics", "--enable-metrics: not supported: no server runs"),
+        ("--follow", "--follow: not supported: `batchinf export FOLDER --to openai-batch -o FILE` writes the"),
         ("--lora-modules a=b", "--lora-modules: not supported: write a spec with model.lora"),
         ("--chat-template gone.jinja", "--chat-template: got gone.jinja; must be a file that is there"),
         ("512", "run-batch: got '512' where a flag is expected"),
@@ -172,45 +173,6 @@ def test_killed_and_run_again_it_writes_the_file_of_an_unhurt_run(tmp_path: path
     assert len(answers[0].splitlines()) == NUM_LINES
 
 
-def test_the_answers_so_far_are_there_while_the_job_runs(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchinf.commands.export._FOLLOW_S", 0.05)
-    lines = write_lines(tmp_path / "in.jsonl", *({} for _ in range(NUM_LINES)))
-    run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), [])
-    (tmp_path / "job.json").write_text(json.dumps({
-        **run.spec, "output": {**run.spec["output"], "rows_per_shard": 7},
-        "scripted": {"step_s": 0.01, "max_num_seqs": 4}, "parallel": {"data_parallel_size": 1},
-    }))  # fmt: skip
-    seen = set()
-    process = jobs.start("run", tmp_path / "job.json", is_unhurt=True)
-    with following(run.folder, run.output):
-        while process.poll() is None:
-            if (tmp_path / "out.jsonl").exists():
-                text = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
-                assert text.endswith("\n")
-                seen.add(len([json.loads(line) for line in text.splitlines()]))
-    assert jobs.end(process)[0] == 0
-    assert any(0 < number < NUM_LINES for number in seen)
-
-
-def test_an_error_of_the_answers_so_far_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the thread goes on."""
-    tries = []
-
-    def fail(out: str) -> Any:
-        tries.append(out)
-        raise ValueError("no rows")
-
-    monkeypatch.setattr("batchinf.commands.export._FOLLOW_S", 0.01)
-    monkeypatch.setattr("batchinf.commands.export.Results", fail)
-    with following("out", ExportRequest(path="rows.jsonl")):
-        jobs.wait_until(lambda: len(tries) > 3)
-    assert capsys.readouterr().err == "--follow: the answers so far could not be written: ValueError: no rows\n"
-
-
 def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", {}, {}).read_bytes()
     for sent, expected in ((lines, lines), (lines, lines), (lines[:40], lines[:40])):
@@ -232,12 +194,11 @@ def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -
 
 def test_places_to_which_no_answers_go(tmp_path: pathlib.Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", {})
-    for target, more, words in (
-        ("ssh://host/out.jsonl", (), "-o: got 'ssh://host/out.jsonl', but only a path of this host is possible"),
-        ("https://host/out.jsonl", (), "`curl -T FILE URL` sends a file by PUT"),
-        ("s3://bucket/out.jsonl", ("--follow",), "--follow: got a URL for the answers, which is written once"),
+    for target, words in (
+        ("ssh://host/out.jsonl", "-o: got 'ssh://host/out.jsonl', but only a path of this host is possible"),
+        ("https://host/out.jsonl", "`curl -T FILE URL` sends a file by PUT"),
     ):
-        done = jobs.run("run-batch", "-i", lines, "-o", target, "--model", jobs.MODEL, *more, is_refused=True)
+        done = jobs.run("run-batch", "-i", lines, "-o", target, "--model", jobs.MODEL, is_refused=True)
         assert done.returncode == 2
         assert words in done.stderr
 
@@ -281,7 +242,7 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     ]
     more = "".join(f"{json.dumps(line)}\n\n" for line in others)  # blank lines are none
     lines.write_text(f'{lines.read_text()}{more}{{"custom_id": "broken", "meth\n')
-    flags = ("--max-model-len", "256", "--dtype", "float32", "-dp", "1", "--follow")
+    flags = ("--max-model-len", "256", "--dtype", "float32", "-dp", "1")
     options = ("-i", lines, "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
     done = jobs.run("run-batch", *options, *flags)
     assert done.returncode == 3, done.stderr
