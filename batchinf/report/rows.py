@@ -8,29 +8,23 @@ import glob
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from batchinf.base.database import open_duckdb, register
+from batchinf.base.database import open_duckdb
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
-from batchinf.base.storage import Folder
 from batchinf.base.text import COMPARED_CHARS, VARYING, ErrorGroup, choice_name, clip, list_names
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import part_name
-from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
-from batchinf.output.journal import Journal, list_shards
 from batchinf.report.samples import CHOICE_PROBABILITY, Confusion, Samples, confusion, samples
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.base import Task
 from batchinf.tasks.columns import IMAGE_DIGESTS
-from batchinf.tasks.registry import task_of
 
 _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
@@ -104,7 +98,7 @@ class ShownErrors(ErrorGroup):
 
 @dataclass(frozen=True, slots=True)
 class RowFigures:
-    """What the report says about the rows in parts and journal."""
+    """What the report says about the rows in parts."""
 
     num_rows: int
     lengths: tuple[Histogram, ...]
@@ -124,54 +118,37 @@ class RowFigures:
 
 
 def row_figures(look: Look) -> RowFigures:
-    """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
+    """The figures of the rows in the parts of a job, or of all its slices."""
     jobs = look.begun()
     spec = stored_spec(jobs[0][1].header.spec)
-    task = task_of(spec)
     parts = look.parts(jobs)
-    journalled = [table for job, state in jobs for table in _journalled(job.folder, state, task)]
     notes: list[str] = []
     try:
-        figures = _figures(spec, [*parts], journalled)
+        figures = _figures(spec, [*parts])
     except (duckdb.Error, OutputError):
         readable = [path for index in range(len(parts)) if (path := _readable(parts, index)) is not None]
-        figures = _figures(spec, readable, journalled)
+        figures = _figures(spec, readable)
         names = [part_name(shard) for _, state in jobs for shard in sorted(state.parts)]
         if damaged := [name for index, name in enumerate(names) if _readable(parts, index) is None]:
             notes.append(
                 f"{list_names(damaged)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
             )
-    if look.is_bucket and not all(state.is_done for _, state in jobs):
-        notes.append("finished requests that are in no part yet are left out: only the next run reads them in a bucket")
+    if not all(state.is_done for _, state in jobs):
+        notes.append("finished rows that are in no part yet are left out")
     return replace(figures, notes=(*notes, *figures.notes))
 
 
-def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
+def _figures(spec: JobSpec, paths: Sequence[pathlib.Path]) -> RowFigures:
     input_columns = (*spec.output.keep_columns.values(), "id")
     choices = spec.input.choices or ()
     with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
-        return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
+        return _Rows(connection, paths, input_columns=input_columns, choices=choices).figures()
 
 
 def _readable(parts: Sequence[pathlib.Path], index: int) -> pathlib.Path | None:
     with contextlib.suppress(OutputError), open_part(parts[index]):
         return parts[index]
     return None
-
-
-def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
-    """Results that are output rows already, and in no part yet. Memory-mapped, if each result is a row."""
-    journal = Journal(folder, "look", state.header.columns.journal_schema)
-    for shard in list_shards(folder):
-        for table in journal.tables(shard) if shard not in state.parts else ():
-            yield table.filter(pc.equal(table.column("num_requests"), 1)) if task.joins_requests else table
-
-
-def _schema_of(paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> pa.Schema:
-    """The columns of the parts; without parts, those of the journal."""
-    if paths:
-        return joined_schema(paths)
-    return journalled[0].schema if journalled else pa.schema([])
 
 
 class _Rows:
@@ -181,7 +158,6 @@ class _Rows:
         self,
         connection: duckdb.DuckDBPyConnection,
         paths: Sequence[pathlib.Path],
-        journalled: Sequence[pa.Table],
         *,
         input_columns: Sequence[str],
         choices: Sequence[str] = (),
@@ -189,9 +165,8 @@ class _Rows:
         """choices: the texts that `best` counts, if all rows have the same."""
         self._connection = connection
         self._paths = paths
-        self._journalled = journalled
         self._choices = choices
-        schema = _schema_of(paths, journalled)
+        schema = joined_schema(paths) if paths else pa.schema([])
         nested = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._lists = nested - {*input_columns}
         self._token_lists = [name for name in (*_LOGPROBS, "top_logprobs") if name in self._lists]
@@ -203,28 +178,19 @@ class _Rows:
         self._create_view()
 
     def _create_view(self) -> None:
-        selects = []
-        if self._paths:
-            files = [glob.escape(absolute(path)) for path in self._paths]
-            self._connection.read_parquet(files, union_by_name=True).create_view("parts")
-            columns = ", ".join(map(_quoted, self._types))
-            if IMAGE_DIGESTS in self._lists:
-                columns += f", {IMAGE_DIGESTS}"
-                self._own_columns.add(IMAGE_DIGESTS)
-            if "choice_logprob_sums" in self._lists:
-                columns += f", {CHOICE_PROBABILITY} AS choice_probability"
-                self._own_columns.add("choice_probability")
-            selects.append(f"SELECT {columns} FROM parts")
-        if self._journalled:
-            known = self._journalled[0].schema
-            names = [name for name in (*self._types, IMAGE_DIGESTS) if name in known.names]
-            fields = [known.field(name) for name in (*names, *self._token_lists) if name in known.names]
-            schema = pa.schema([field.with_type(_without_halves(field.type)) for field in fields])
-            tables = [table.select(schema.names).cast(schema) for table in self._journalled]
-            register(self._connection, "journalled", pa.concat_tables(tables))
-            selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
-        nothing = "SELECT NULL AS error_type WHERE false"
-        self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
+        if not self._paths:
+            self._connection.execute("CREATE VIEW output AS SELECT NULL AS error_type WHERE false")
+            return
+        files = [glob.escape(absolute(path)) for path in self._paths]
+        self._connection.read_parquet(files, union_by_name=True).create_view("parts")
+        columns = ", ".join(map(_quoted, self._types))
+        if IMAGE_DIGESTS in self._lists:
+            columns += f", {IMAGE_DIGESTS}"
+            self._own_columns.add(IMAGE_DIGESTS)
+        if "choice_logprob_sums" in self._lists:
+            columns += f", {CHOICE_PROBABILITY} AS choice_probability"
+            self._own_columns.add("choice_probability")
+        self._connection.execute(f"CREATE VIEW output AS SELECT {columns} FROM parts")
 
     def figures(self) -> RowFigures:
         [(num_rows,)] = self._query("SELECT count(*) FROM output")
@@ -354,29 +320,18 @@ class _Rows:
         return tuple(each for each in histograms if each.num_values), (note,) if step > 1 else ()
 
     def _create_lists(self) -> int:
-        """Create the view `lists` with the numbers of tokens in the journal and in each n-th part; returns n."""
-        step = 1
-        selects = [f"SELECT {', '.join(self._token_lists)} FROM journalled"] if self._journalled else []
-        if self._paths and self._token_lists:
-            files = [glob.escape(absolute(path)) for path in self._paths]
-            [(num_numbers,)] = self._query(
-                "SELECT sum(num_values) FROM parquet_metadata($1) WHERE split_part(path_in_schema, ',', 1) IN $2",
-                files,
-                self._token_lists,
-            )
-            step = max(1, math.ceil((num_numbers or 0) / _MOST_NUMBERS))
-            self._connection.read_parquet(files[::step], union_by_name=True).create_view("some_parts")
-            selects.append(f"SELECT {', '.join(self._token_lists)} FROM some_parts")
-        if selects and self._token_lists:
-            self._connection.execute(f"CREATE VIEW lists AS {' UNION ALL BY NAME '.join(selects)}")
+        """Create the view `lists` with the numbers of tokens in each n-th part; returns n."""
+        if not self._token_lists:
+            return 1
+        files = [glob.escape(absolute(path)) for path in self._paths]
+        [(num_numbers,)] = self._query(
+            "SELECT sum(num_values) FROM parquet_metadata($1) WHERE split_part(path_in_schema, ',', 1) IN $2",
+            files,
+            self._token_lists,
+        )
+        step = max(1, math.ceil((num_numbers or 0) / _MOST_NUMBERS))
+        self._connection.read_parquet(files[::step], union_by_name=True).create_view("lists")
         return step
-
-
-def _without_halves(type: pa.DataType) -> pa.DataType:
-    """Lists of float32 in place of float16, which DuckDB does not take from Arrow."""
-    if pa.types.is_list(type):
-        return pa.list_(_without_halves(type.value_type))
-    return pa.float32() if type == pa.float16() else type
 
 
 def _nice_bins(low: float, high: float, is_whole: bool) -> tuple[float, float, int]:

@@ -49,14 +49,14 @@ def parts_in(folder: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def figures_of(paths: list[pathlib.Path], journalled: list[pa.Table]) -> RowFigures:
+def figures_of(paths: list[pathlib.Path]) -> RowFigures:
     with duckdb.connect(":memory:") as connection:
-        return _Rows(connection, paths, journalled, input_columns=("id", "own")).figures()
+        return _Rows(connection, paths, input_columns=("id", "own")).figures()
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> RowFigures:
-    return figures_of(parts_in(tmp_path_factory.mktemp("parts")), [])
+    return figures_of(parts_in(tmp_path_factory.mktemp("parts")))
 
 
 def test_every_row_is_in_a_bin(figures: RowFigures) -> None:
@@ -98,7 +98,7 @@ def test_tokens_without_alternatives_have_no_entropy(tmp_path: pathlib.Path) -> 
         "top_logprobs": pa.array([[None, [], [-0.5, -1.0]], None], pa.list_(pa.list_(pa.float32()))),
     }
     pq.write_table(pa.table(columns), tmp_path / "part-000000.parquet")
-    logprobs, entropies = figures_of([tmp_path / "part-000000.parquet"], []).tokens
+    logprobs, entropies = figures_of([tmp_path / "part-000000.parquet"]).tokens
     assert (logprobs.num_values, logprobs.num_not_finite) == (3, 1)
     p = np.exp([-0.5, -1.0])
     rest = 1 - p.sum()
@@ -110,7 +110,7 @@ def test_the_last_bin_of_logprobs_ends_at_zero(tmp_path: pathlib.Path) -> None:
     logprobs = [0.0] * 60 + [-1.0, -2.0, -3.9, -4.0]
     columns = {"row_index": [0], "error_type": pa.nulls(1, pa.string()), "logprobs": [logprobs]}
     pq.write_table(pa.table(columns), tmp_path / "part-000000.parquet")
-    [found] = figures_of([tmp_path / "part-000000.parquet"], []).tokens
+    [found] = figures_of([tmp_path / "part-000000.parquet"]).tokens
     assert (found.bins[0].start, found.bins[-1].stop, found.bins[-1].num) == (-4.0, 0.0, 60)
     assert sum(one.num for one in found.bins) == found.num_values == 64
 
@@ -131,7 +131,7 @@ def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
     with duckdb.connect(":memory:") as connection:
         paths = [tmp_path / "part-000000.parquet"]
-        rows = _Rows(connection, paths, [], input_columns=("label", "finish_reason"), choices=("good", "bad", "3"))
+        rows = _Rows(connection, paths, input_columns=("label", "finish_reason"), choices=("good", "bad", "3"))
         figures = rows.figures()
     assert figures.labels == (Share('2: "3"', 2), Share("0: good", 1))
     assert figures.finish_reasons == ()
@@ -162,7 +162,7 @@ def test_samples_and_confusion(input_columns: Sequence[str], tmp_path: pathlib.P
     pq.write_table(table, tmp_path / "part-000000.parquet")
     with duckdb.connect(":memory:") as connection:
         paths = [tmp_path / "part-000000.parquet"]
-        rows = _Rows(connection, paths, [], input_columns=input_columns, choices=["a", "b", "c"])
+        rows = _Rows(connection, paths, input_columns=input_columns, choices=["a", "b", "c"])
         found = rows.figures()
     right = np.zeros((3, 3), int)
     np.add.at(right, (answer[~failed], best[~failed]), 1)
@@ -196,26 +196,15 @@ def test_texts_are_samples_by_their_mean_logprob(figures: RowFigures, tmp_path: 
         }
     )
     pq.write_table(table, tmp_path / "part-000000.parquet")
-    rows = figures_of([tmp_path / "part-000000.parquet"], []).samples.rows
+    rows = figures_of([tmp_path / "part-000000.parquet"]).samples.rows
     assert [(row.kind, row.output, row.quality) for row in rows if row.kind != "random"] == [
         ("best", "long", -0.5),
         ("worst", "sure", -1.0),
     ]
 
 
-def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Path) -> None:
-    first, second = parts_in(tmp_path)
-    journalled = pq.read_table(second).drop_columns(["id", "own"])
-    found = figures_of([first], [journalled])
-    assert found.num_rows == NUM_ROWS
-    for one, other in zip(found.tokens, figures.tokens, strict=True):
-        assert (one.num_values, one.quantiles[0], one.quantiles[-1]) == (
-            other.num_values,
-            other.quantiles[0],
-            other.quantiles[-1],
-        )
-    assert found.finish_reasons == figures.finish_reasons
-    assert figures_of([], []).num_rows == 0
+def test_a_job_without_parts_has_no_rows() -> None:
+    assert figures_of([]).num_rows == 0
 
 
 def test_bins_are_round_and_hold_both_ends() -> None:
@@ -239,15 +228,14 @@ def test_of_many_numbers_one_part_in_a_few_is_read(tmp_path: pathlib.Path, monke
         error = pa.nulls(1, pa.string())
         pq.write_table(pa.table({"row_index": [number], "error_type": error, "logprobs": logprobs}), path)
     monkeypatch.setattr(report_rows, "_MOST_NUMBERS", 6)
-    journalled = [pq.read_table(paths[3])]
-    found = figures_of(paths[:3], journalled)
+    found = figures_of(paths)
     [logprobs] = found.tokens
-    assert (logprobs.num_values, logprobs.quantiles[0][1]) == (9, -3.0)  # of the first, the third and the journal
+    assert (logprobs.num_values, logprobs.quantiles[0][1]) == (6, -2.0)  # of the first and the third
     assert found.num_rows == 4 and "one part in 2" in found.notes[0]
 
 
 def test_quantiles_are_among_the_values(tmp_path: pathlib.Path) -> None:
     table = {"row_index": [0, 1], "logprob_sum": [-3.989, -0.9933], "error_type": pa.nulls(2, pa.string())}
     pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
-    [sums] = figures_of([tmp_path / "part-000000.parquet"], []).numbers
+    [sums] = figures_of([tmp_path / "part-000000.parquet"]).numbers
     assert all(-3.989 <= value <= -0.9933 for _, value in sums.quantiles)
