@@ -1,10 +1,7 @@
 """`batchinf status`: the state of a job, read from its files only."""
 
-import contextlib
 import datetime
-import glob
 import os
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +10,7 @@ from operator import attrgetter
 from typing import Literal
 
 from batchinf.base.cost import Cost
-from batchinf.base.slices import SOURCE_FOLDER, JobFolder, read_cut
+from batchinf.base.slices import JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
 from batchinf.coordinator.ending import MOST_RETRIES, mended_text
@@ -29,7 +26,6 @@ from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.records import PartCounts
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.source.cache import COPY_ROLES
 from batchinf.tasks.registry import TASKS, task_of
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
@@ -263,22 +259,6 @@ class Load:
         return "now: " + " · ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class InputCopies:
-    """The copies of input files in `source/`. The output of a finished job does not need them."""
-
-    num_bytes: int
-    patterns: tuple[str, ...]
-    """Of their names in the output folder, such as `source/*.rows`."""
-
-    def line(self, out: str) -> str:
-        files = " ".join(f"{shlex.quote(out)}/{pattern}" for pattern in self.patterns)
-        return (
-            f"copies of the input: {size_text(self.num_bytes)}. The output does not need them: rm {files} deletes "
-            "them; a command that reads the input makes them again, if the input is still there"
-        )
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class StatusReport:
     """The report of `status`. `print`, and a notebook, show its lines."""
@@ -293,15 +273,13 @@ class StatusReport:
     """One job, or all slices in the order of their rows."""
     cost: Cost | None = None
     """Of all replicas until now, those that run included, by committed rows; None without a price or GPUs."""
-    input_copies: InputCopies | None = None
-    """The copies of input files that a finished job still has; None if it has none, and for a bucket."""
 
     def lines(self) -> Iterator[str]:
         """The job and its totals. For a job in slices: their sum, and lines for each."""
         if self.num_slices is None:
             [job] = self.jobs
             yield from job.lines(self.load)
-            yield from self._last_lines()
+            yield from self._cost_lines()
             return
         counts = Counter(job.activity for job in self.jobs)
         numbers = ", ".join(f"{number} {name}" for name, number in counts.items())
@@ -312,13 +290,11 @@ class StatusReport:
             yield self.load.line(has_rates=True)
         for job in self.jobs:
             yield from job.slice_lines()
-        yield from self._last_lines()
+        yield from self._cost_lines()
 
-    def _last_lines(self) -> Iterator[str]:
+    def _cost_lines(self) -> Iterator[str]:
         if self.cost is not None:
             yield self.cost.text
-        if self.input_copies is not None:
-            yield self.input_copies.line(self.folder)
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
@@ -371,21 +347,7 @@ def job_status(out: str | os.PathLike[str], price: float | None = None) -> Statu
         load=_load(jobs),
         jobs=jobs,
         cost=_cost(begun, running_s, price),
-        input_copies=None if look.is_bucket else _input_copies(look.out, jobs),
     )
-
-
-def _input_copies(out: str, jobs: Sequence[JobState]) -> InputCopies | None:
-    """None if a job is not done."""
-    if any(job.activity != "done" for job in jobs):
-        return None
-    sizes: dict[str, int] = {}
-    for role in COPY_ROLES:
-        for path in glob.iglob(f"{glob.escape(out)}/{SOURCE_FOLDER}/*.{role}"):
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                pattern = f"{SOURCE_FOLDER}/*.{role}"
-                sizes[pattern] = sizes.get(pattern, 0) + os.stat(path).st_size
-    return InputCopies(sum(sizes.values()), tuple(sizes)) if sizes else None
 
 
 def jobs_in(look: Look) -> list[tuple[JobFolder, State | None]]:

@@ -23,7 +23,6 @@ from batchinf.source.files import BLOCK_BYTES, InputFile, Stamp
 
 CACHE_VERSION = 2
 FURTHER_COLUMNS = "columns"  # an artifact: see `FileEntry`
-COPY_ROLES = ("rows", "lines", "content")  # artifacts with the content of an input file
 # There may be millions of further columns, most of them with one of these types.
 _SHORT_TYPES = {"n": pa.null(), "b": pa.bool_(), "i": pa.int32(), "l": pa.int64(), "d": pa.float64(), "s": pa.string()}
 

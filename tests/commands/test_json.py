@@ -12,7 +12,7 @@ from batchinf.base.text import to_json
 
 NUM_ROWS = 24
 KEYS = {
-    "status": "folder num_slices totals load jobs cost input_copies",
+    "status": "folder num_slices totals load jobs cost",
     "check": "folder is_deep is_repair is_whole jobs",
     "diff": "a b identity_changes task key num_only_a num_only_b changes written_to has_same_files",
     "validate": "spec model input chosen task remarks prompt_lengths seed rows output",
