@@ -19,7 +19,7 @@ from batchinf.fleet.local.environment import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.handle import RayReplica
-from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
+from batchinf.fleet.ray.hosts import HostReport, check_model, check_output, check_versions, host_report
 from batchinf.fleet.ray.placement import CPU, GPU, Demand, Node, has_gpus, num_replicas
 from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
@@ -110,9 +110,9 @@ class RayBackend:
         """See `Backend`. Asks every node that may hold a replica."""
         check_versions(self._software, [(node.name, report) for node, report in self._reports])
         nodes = [node for node, _ in self._reports]
-        check_shared(self._cluster, nodes, output, is_written=True)
+        check_output(self._cluster, nodes, output)
         if model is not None:
-            check_shared(self._cluster, nodes, model, is_written=False)
+            check_model(self._cluster, nodes, model)
         return [f"warning: node {node.name} of the cluster was lost just now; it is left out" for node in self._lost]
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:

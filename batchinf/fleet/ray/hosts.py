@@ -10,10 +10,8 @@ import pathlib
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import xxhash
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import Folder
@@ -56,90 +54,59 @@ def check_versions(expected: HostReport, reports: Sequence[tuple[str, HostReport
                 )
 
 
-def leave_token(folder: str, token: str) -> str:
-    """Write a token's file into a folder. Returns "", or a digest of the folder if it cannot be written."""
+def why_not_written(folder: str, token: str) -> str:
+    """Why this host does not share a folder with the host that left a token there; empty if it does and can write."""
+    path = pathlib.Path(folder, token)
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return "does not see what the coordinator writes there"
+        time.sleep(0.2)
+    own = f"{token}-{uuid.uuid4().hex[:12]}"
     try:
-        Folder(folder).create_exclusive(token_file(token), token.encode())
-    except (OSError, OutputError):
-        return _digest(pathlib.Path(folder))
+        Folder(folder).create_exclusive(own, b"")
+        Folder(folder).delete(own)
+    except (OSError, OutputError) as error:
+        return f"cannot write there ({error})"
     return ""
 
 
-def _digest(folder: pathlib.Path) -> str:
-    """A digest of the names and sizes in a folder that cannot be written; `missing` if it cannot be read either."""
+def sizes_in(folder: str) -> list[tuple[str, int]]:
+    """The names and sizes of the files in a folder, sorted; empty if it cannot be read."""
     try:
-        files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
+        return sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
     except OSError:
-        return "missing"
-    return xxhash.xxh3_128_hexdigest(repr(files).encode())
+        return []
 
 
-def unseen(folder: str, tokens: Sequence[str]) -> list[str]:
-    """The tokens that other hosts wrote into a folder and that are not visible here."""
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while missing := [token for token in tokens if not _is_there(folder, token)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    return missing
+def check_output(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path) -> None:
+    """Raise UserError if a node does not see the file that the coordinator leaves in a folder, or cannot write there.
 
-
-def _is_there(folder: str, token: str) -> bool:
-    try:
-        return pathlib.Path(folder, token_file(token)).read_bytes() == token.encode()
-    except OSError:
-        return False
-
-
-def token_file(token: str) -> str:
-    """The name of a token's file. Readers of the folder ignore hidden files."""
-    return f".batchinf-shared-{token}"
-
-
-def check_shared(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path, *, is_written: bool) -> None:
-    """Raise UserError if a node does not share a folder with the coordinator and with every other node.
-
-    Each host writes a token into the folder and reads the tokens of all other hosts. is_written: all hosts must be able
-    to write. If they need not, and none can, all must have the same files in it.
+    Readers of the folder ignore hidden files.
     """
     name = os.fspath(folder.absolute())
-    prefix = uuid.uuid4().hex[:12]
-    own = f"{prefix}-own"
-    token_of = {node.id: f"{prefix}-{number}" for number, node in enumerate(nodes)}
+    token = f".batchinf-shared-{uuid.uuid4().hex[:12]}"
     try:
-        own_digest = leave_token(name, own)
-        digest_of = cluster.call_on_each(nodes, leave_token, [(name, token_of[node.id]) for node in nodes])
-        nodes = [node for node in nodes if node.id in digest_of]  # without those that are lost
-        # For each place: the coordinator's host, then the nodes.
-        tokens = [own, *(token_of[node.id] for node in nodes)]
-        digests = [own_digest, *(digest_of[node.id] for node in nodes)]
-        written = [token for token, digest in zip(tokens, digests, strict=True) if not digest]
-        missing_at = cluster.call_on_each(nodes, unseen, [(name, written)] * len(nodes))
-        missing = [unseen(name, written), *(missing_at.get(node.id, []) for node in nodes)]
+        Folder(name).create_exclusive(token, b"")
+        problems = cluster.call_on_each(nodes, why_not_written, [(name, token)] * len(nodes))
     finally:
-        for token in (own, *token_of.values()):
-            with contextlib.suppress(OSError):
-                pathlib.Path(name, token_file(token)).unlink()
-    if apart := _apart(tokens, digests, missing, is_written=is_written):
-        places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
-        where = ", ".join(places[number] for number in apart)
+        for path in pathlib.Path(name).glob(f"{token}*"):
+            path.unlink(missing_ok=True)
+    _refuse(name, nodes, problems)
+
+
+def check_model(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path) -> None:
+    """Raise UserError if a node has other files in the model's folder. The folder may be a copy on each host."""
+    name = os.fspath(folder.absolute())
+    own = sizes_in(name)
+    sizes = cluster.call_on_each(nodes, sizes_in, [(name,)] * len(nodes))
+    _refuse(name, nodes, {node: "" if found == own else "has other files there" for node, found in sizes.items()})
+
+
+def _refuse(folder: str, nodes: Sequence[Node], problems: Mapping[str, str]) -> None:
+    """Raise UserError if a node has a problem. problems: by the nodes' ids, without those that are lost."""
+    if apart := [f"node {node.name} {problem}" for node in nodes if (problem := problems.get(node.id))]:
         raise UserError(
-            f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
-            "than the coordinator; mount the same file system at this path on all hosts"
+            f"the folder {folder} is not shared by all hosts: {'; '.join(apart)}; mount the same file system at this "
+            "path on all hosts"
         )
-
-
-def _apart(
-    tokens: Sequence[str], digests: Sequence[str], missing: Sequence[list[str]], *, is_written: bool
-) -> list[int]:
-    """The places, by number, that do not share a folder with the first place, which is the coordinator's.
-
-    digests: "" of a place that wrote its token. missing: tokens that a place did not see. is_written: all must write.
-    """
-    numbers = range(len(tokens))
-    if is_written and any(digests):
-        return [number for number in numbers if digests[number]]
-    if all(digests):
-        return [number for number in numbers if digests[number] != digests[0]]
-    apart = [n for n in numbers if tokens[0] in missing[n] or tokens[n] in missing[0]]
-    return apart or [number for number in numbers if missing[number]]
