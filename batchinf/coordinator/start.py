@@ -52,8 +52,8 @@ from batchinf.manifest.versions import check_current, later_columns, later_colum
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
-from batchinf.planning.histogram import LengthCounts
 from batchinf.planning.images import SampledImages
+from batchinf.planning.prompt_lengths import LengthCounts
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting

@@ -33,7 +33,6 @@ from batchinf.planning.degrees import (
     split_notes,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
-from batchinf.planning.histogram import histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.checks import check_prompts
@@ -288,7 +287,6 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         is_estimated=lengths.is_estimated,
         num_sampled=lengths.num_sampled,
         num_requests=work.num_requests,
-        histogram=histogram(sorted(lengths.prompts)),
         prompt=work.prompt_tokens,
         prompt_error=lengths.error,
         longest=lengths.longest,

@@ -10,7 +10,6 @@ from batchinf.model.memory import GIB, gib
 from batchinf.planning.accuracy import SpeedRange
 from batchinf.planning.degrees import Degrees, Option, shape_text
 from batchinf.planning.gpus import Gpu
-from batchinf.planning.histogram import LengthRange, bar_lines
 
 # With short numbers they fit a terminal of 80.
 _HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
@@ -71,8 +70,6 @@ class JobPlan:
     """Whether `num_rows` may be an estimate, because the input was not scanned."""
     num_sampled: int
     num_requests: int
-    histogram: tuple[LengthRange, ...]
-    """Prompt lengths in tokens."""
     prompt: float
     """Tokens of a prompt, on average."""
     prompt_error: float
@@ -99,8 +96,6 @@ class JobPlan:
             "" if self.num_sampled == self.num_rows and not self.is_estimated else f"; {self.num_sampled:,} rows read"
         )
         yield f"input {self.path}: {about}{self.num_rows:,} rows{more}{read}"
-        yield "prompt lengths in tokens:"
-        yield from bar_lines(self.histogram)
         error = f" ± {self.prompt_error:.1%}" if self.prompt_error else ""
         yield f"  prompts of {self.prompt:,.0f} tokens{error} on average; prompt and output at most {self.longest:,}"
         if self.output:

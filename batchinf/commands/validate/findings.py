@@ -7,7 +7,7 @@ from typing import Any, Literal
 from batchinf.commands.validate.shown_rows import ShownRow
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import Fit, needs_lines
-from batchinf.planning.histogram import PromptLengths
+from batchinf.planning.prompt_lengths import PromptLengths
 from batchinf.prompts.row_sampling import setting
 
 _COLUMNS = 80

@@ -47,8 +47,8 @@ from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
 from batchinf.model.model import check_weights
-from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.planning.images import SampledImages
+from batchinf.planning.prompt_lengths import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
@@ -303,7 +303,7 @@ def _shown_row(
 
 def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
     """Raise UserError if no row of the sample has a prompt, unless `max_error_rate` is 1; `run` does the same."""
-    if lengths.errors and not lengths.histogram and spec.max_error_rate < 1:
+    if lengths.errors and lengths.longest is None and spec.max_error_rate < 1:
         first = lengths.errors[0]
         error = RowError(first.error_type, first.first_message)
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)

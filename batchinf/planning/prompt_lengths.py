@@ -1,28 +1,13 @@
-"""Prompt lengths in tokens, from a sample of rows: counted, and as a histogram. `validate` and `plan` show them."""
+"""Prompt lengths in tokens, and the errors of rows, from a sample of rows. `validate` and `run` show them."""
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from batchinf.base.text import ErrorGroup, most_frequent, one_line, short_count, without_numbers
 from batchinf.records import Prompt
 
-_COLUMNS = 80
 _MOST_ERROR_CHARS = 400  # the advice is at the end of a message
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_MOST_BARS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class LengthRange:
-    """Number of rows whose prompts have `shortest` to `longest` tokens."""
-
-    shortest: int
-    longest: int
-    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +18,8 @@ class PromptLengths:
     num_sampled: int
     max_model_len: int | None
     """None: unknown."""
-    histogram: tuple[LengthRange, ...]
-    """Of prompts without an error, ascending."""
     p50: int | None
-    """None without such prompts, as are `p95` and `longest`."""
+    """Of prompts without an error; None without any, as are `p95` and `longest`."""
     p95: int | None
     longest: int | None
     num_tokens: int
@@ -49,13 +32,12 @@ class PromptLengths:
     """Of the sample, the most frequent first."""
 
     def lines(self) -> Iterator[str]:
-        """A histogram after an empty line, and the errors and cuts of rows."""
+        """The lengths after an empty line, and the errors and cuts of rows."""
         yield ""
         is_all = self.num_sampled == self.num_rows
         which = f"all {self.num_rows:,}" if is_all else f"{self.num_sampled:,} of {self.num_rows:,}"
-        if self.histogram:
+        if self.longest is not None:
             yield f"prompt lengths in tokens ({which} rows):"
-            yield from bar_lines(self.histogram)
             yield (
                 f"  p50 {self.p50:,} · p95 {self.p95:,} · max {self.longest:,} · "
                 f"{'' if is_all else 'about '}{short_count(self.num_tokens)} prompt tokens in all"
@@ -164,7 +146,6 @@ class LengthCounts:
             num_rows=self.num_rows,
             num_sampled=num_sampled,
             max_model_len=self.room,
-            histogram=histogram(lengths),
             p50=lengths[len(lengths) // 2] if lengths else None,
             p95=lengths[len(lengths) * 95 // 100] if lengths else None,
             longest=lengths[-1] if lengths else None,
@@ -173,50 +154,3 @@ class LengthCounts:
             num_truncated=self.num_truncated,
             errors=tuple(errors),
         )
-
-
-def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
-    """Equal steps, or doubling steps if the longest prompts are far longer than the median."""
-    if not lengths:
-        return ()
-    edges = _edges(sorted(lengths))
-    ranges = zip(itertools.pairwise(edges), np.histogram(lengths, edges)[0].tolist(), strict=True)
-    return tuple(LengthRange(low, high - 1, number) for (low, high), number in ranges)
-
-
-def _edges(lengths: Sequence[int]) -> list[int]:
-    """Ascending edges. The first is at most the shortest length, the last is above the longest."""
-    shortest = lengths[0]
-    longest = lengths[-1]
-    if longest > 8 * max(1, lengths[len(lengths) // 2]):
-        edges = [0 if shortest == 0 else 1 << (shortest.bit_length() - 1)]
-        while edges[-1] <= longest:
-            edges.append(max(1, 2 * edges[-1]))
-        return edges
-    step = next(
-        base * 10**power
-        for power in range(10)
-        for base in (1, 2, 5)
-        if (longest // (base * 10**power)) - (shortest // (base * 10**power)) < _MOST_BARS
-    )
-    return list(range(shortest // step * step, longest + step + 1, step))[: longest // step - shortest // step + 2]
-
-
-def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:
-    """A histogram in 80 columns."""
-    labels = [
-        f"{bar.shortest:,}" if bar.shortest == bar.longest else f"{bar.shortest:,} – {bar.longest:,}" for bar in ranges
-    ]
-    most_rows = max(bar.num_rows for bar in ranges)
-    label_width = max(map(len, labels))
-    count_width = len(f"{most_rows:,}")
-    most = _COLUMNS - label_width - count_width - 6
-    for label, bar in zip(labels, ranges, strict=True):
-        cells = _bar(bar.num_rows / most_rows * most)
-        yield f"  {label:>{label_width}}  {bar.num_rows:>{count_width},}  {cells}".rstrip()
-
-
-def _bar(width: float) -> str:
-    whole, eighths = divmod(round(width * 8), 8)
-    # Even the smallest number has a visible bar.
-    return "█" * whole + _EIGHTHS[eighths or (1 if not whole and width > 0 else 0)].strip()

@@ -1,15 +1,12 @@
-"""The sample of rows and the histogram of their prompts' lengths."""
+"""The sample of rows, and what is said of their prompts' lengths."""
 
-import itertools
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchinf.base.errors import RowError
 from batchinf.job.sample import MOST_SAMPLED, sample_rows
-from batchinf.planning.histogram import LengthCounts, bar_lines, histogram
+from batchinf.planning.prompt_lengths import LengthCounts
 from batchinf.records import Prompt
 from batchinf.spec.sampling import SamplingSpec
 
@@ -39,45 +36,6 @@ def test_a_large_one_is_sampled_evenly(num_rows: int) -> None:
         assert 80 <= len(inside) <= 120
     assert runs == [list(run) for run in sample_rows(range(5, 5 + num_rows), 7)]
     assert num_rows < 2000 or runs != [list(run) for run in sample_rows(range(5, 5 + num_rows), 8)]
-
-
-def ranges(lines: list[str]) -> list[tuple[int, int, int]]:
-    """Of each bar: shortest, longest, how many."""
-    found = []
-    for line in lines:
-        label, number = line[:2] + line[2:].partition("█")[0].rstrip(" ▏▎▍▌▋▊▉"), ""
-        label, _, number = label.rstrip().rpartition("  ")
-        low, _, high = label.replace(",", "").partition("–")
-        found.append((int(low), int(high or low), int(number.replace(",", ""))))
-    return found
-
-
-@given(st.lists(st.integers(0, 200_000) | st.integers(0, 50), min_size=1, max_size=300))
-def test_each_length_is_in_one_bar(lengths: list[int]) -> None:
-    lines = list(bar_lines(histogram(lengths)))
-    assert all(len(line) <= 80 for line in lines)
-    assert len(lines) <= 20
-    found = ranges(lines)
-    assert found == [(low, high, sum(low <= length <= high for length in lengths)) for low, high, _ in found]
-    assert sum(number for _, _, number in found) == len(lengths)
-    for (_, high, _), (low, _, _) in itertools.pairwise(found):
-        assert low == high + 1
-    assert all("█" in line or "▏" in line or set(line) & set("▎▍▌▋▊▉") for line, bar in zip(lines, found, strict=True)
-               if bar[2])  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([5], ["  5  1  " + "█" * 72]),
-        ([3, 3, 5], ["  3  2  " + "█" * 72, "  4  0", "  5  1  " + "█" * 36]),
-        ([1, 2, 3, 100],
-         ["       1  1  " + "█" * 32 + "▌", "   2 – 3  2  " + "█" * 65, "   4 – 7  0", "  8 – 15  0", " 16 – 31  0",
-          " 32 – 63  0", "64 – 127  1  " + "█" * 32 + "▌"]),
-    ],
-)  # fmt: skip
-def test_what_bars_look_like(lengths: list[int], expected: list[str]) -> None:
-    assert [line.strip() for line in bar_lines(histogram(lengths))] == [line.strip() for line in expected]
 
 
 def test_what_is_said_of_a_sample() -> None:
