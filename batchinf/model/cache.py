@@ -90,11 +90,6 @@ class KvCache:
     """The type in words."""
 
     @property
-    def item_bytes(self) -> int:
-        """Of a cached number of the first attention layer; 0 without attention."""
-        return next((cache.item_bytes for layer in self.layers for cache in layer if cache.item_bytes), 0)
-
-    @property
     def has_states(self) -> bool:
         """Whether a layer is recurrent."""
         return any(cache.state is not None for layer in self.layers for cache in layer)

@@ -401,36 +401,3 @@ def weight_dtype(config: Mapping[str, Any], spec: ModelSpec) -> str:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def needs_lines(fit: Fit, gpu_memory_utilization: float) -> list[str]:
-    """Lines for people: the model's memory, and what fits on one device if there is one."""
-    needs = fit.needs
-    parts = []
-    if needs.weight_bytes is not None:
-        parts.append(f"weights {gib(needs.weight_bytes)}")
-    if needs.kv_cache is not None:
-        each = needs.kv_cache.bytes_per_token()
-        where = f" ({fit.device_name})" if fit.device_bytes is None and fit.device_name else ""
-        parts.append(f"KV cache {each * 1000 / 2**20:,.1f} MiB for 1,000 tokens in {needs.kv_cache.dtype}{where}")
-    parts += [f"unknown: {why}" for why in needs.unknown]
-    degree = fit.tensor_parallel_size * fit.pipeline_parallel_size
-    shared = f", over {degree} devices" if degree > 1 else ""
-    return [f"memory: {'; '.join(parts)}{shared}", *_device_lines(fit, gpu_memory_utilization)]
-
-
-def _device_lines(fit: Fit, share: float) -> list[str]:
-    if fit.device_bytes is None:
-        return []
-    device = f"one device here ({fit.device_name or 'GPU'}, {gib(fit.device_bytes)})"
-    at = f"at gpu_memory_utilization {share:g}"
-    left = fit.left_bytes(share)
-    if left is not None and left <= 0:
-        return [f"{device}: the weights alone do not fit {at}"]
-    num_tokens = fit.most_tokens(share)
-    if num_tokens is None:
-        return []
-    length = ""
-    if fit.max_model_len is not None:
-        length = f"; one sequence of max_model_len {fit.max_model_len:,} {'fits' if fit.fits(share) else 'does not'}"
-    return [f"{device} holds at most {num_tokens:,} tokens {at}, less what activations take{length}"]

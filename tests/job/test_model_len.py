@@ -147,7 +147,6 @@ def test_plan_and_validate_say_it(tmp_path: pathlib.Path) -> None:
     report = json.loads(jobs.run("plan", path, "--gpu", "h200", "--json").stdout)
     assert report["model"]["context"] == report["job"]["max_model_len"] == 256
     validated = json.loads(jobs.run("validate", path, "--json").stdout)
-    assert validated["model"]["fit"]["max_model_len"] == 256
     assert "engine.max_model_len 256" in json.dumps(validated["remarks"])
 
 

@@ -14,7 +14,6 @@ import transformers  # noqa: F401
 from safetensors.numpy import save_file
 
 import jobs
-from batchinf.engines.installed import is_cpu_build
 from batchinf.model import answers, parameters
 from batchinf.model.cache import KvCache, LayerCache
 from batchinf.model.memory import (
@@ -23,7 +22,6 @@ from batchinf.model.memory import (
     Fit,
     Needs,
     fit_of,
-    needs_lines,
     on_cpu,
 )
 from batchinf.model.memory import needs_of as needs_of_model
@@ -248,22 +246,6 @@ def test_where_something_is_unknown_nothing_is_claimed(needs: Needs) -> None:
     assert Fit(Needs(Weights.of_total(10), ONE_LAYER), None, max_model_len=10).fits(0.9) is None
 
 
-def test_lines_for_people() -> None:
-    needs, device = needs_lines(fit(device_name="NVIDIA H100 80GB HBM3"), 0.92)
-    assert needs == "memory: weights 15.0 GiB; KV cache 125.0 MiB for 1,000 tokens in bfloat16"
-    assert "NVIDIA H100 80GB HBM3, 79.2 GiB" in device
-    assert "474," in device
-    assert device.endswith("one sequence of max_model_len 131,072 fits")
-    assert needs_lines(fit("llama-3.3-70b"), 0.92)[1].endswith(
-        "the weights alone do not fit at gpu_memory_utilization 0.92"
-    )
-    assert needs_lines(fit(device_bytes=24 * GIB), 0.92)[1].endswith("131,072 does not")
-    assert len(needs_lines(fit(device_bytes=None), 0.92)) == 1
-    [unknown] = needs_lines(Fit(needs_of({"model_type": "new"}), None), 0.92)
-    assert "unknown: weights" in unknown
-    assert "unknown: KV cache" in unknown
-
-
 def test_the_length_is_the_engines() -> None:
     spec = {"model": "m", "input": {"path": "x"}, "output": {"path": "y"}}
     model = model_of(LLAMA_8B)
@@ -275,18 +257,6 @@ def test_the_length_is_the_engines() -> None:
 def test_the_default_share_is_vllms() -> None:
     cache = pytest.importorskip("vllm.config.cache")
     assert cache.CacheConfig().gpu_memory_utilization == DEFAULT_GPU_MEMORY_UTILIZATION
-
-
-def test_validate_says_what_the_model_needs(tmp_path: pathlib.Path) -> None:
-    done = jobs.run("validate", jobs.spec_of(tmp_path))
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("memory: ")]
-    config = json.loads((jobs.MODEL / "config.json").read_text())
-    dtype, where = ("float32", " (this machine's processor)") if is_cpu_build() else ("bfloat16", "")
-    needs = needs_of(config, str(jobs.MODEL), dtype=dtype)
-    assert needs.weight_bytes is not None
-    assert f"weights {needs.weight_bytes / 2**20:,.1f} MiB; KV cache" in line
-    assert line.endswith(f" in {dtype}{where}")
 
 
 def test_a_cache_on_a_processor_is_float32() -> None:

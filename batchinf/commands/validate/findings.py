@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from batchinf.commands.validate.shown_rows import ShownRow
 from batchinf.model.lora import Adapter
-from batchinf.model.memory import Fit, needs_lines
 from batchinf.planning.prompt_lengths import PromptLengths
 from batchinf.prompts.row_sampling import setting
 
@@ -34,9 +33,6 @@ class ModelFound:
     path: str
     fingerprint: str
     adapters: tuple[Adapter, ...]
-    gpu_memory_utilization: float
-    fit: Fit
-    """The model's memory on one device of this host."""
 
     def lines(self) -> Iterator[str]:
         yield f"model {self.name}: {', '.join(self.architectures or ('of unknown architecture',))}; weights whole"
@@ -44,7 +40,6 @@ class ModelFound:
         yield f"  {where}, content {self.fingerprint}"
         for adapter in self.adapters:
             yield f"  LoRA adapter {adapter.name}: rank {adapter.rank}, content {adapter.fingerprint}"
-        yield from needs_lines(self.fit, self.gpu_memory_utilization)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from batchinf.job.sample import hopeless, sampled_rows
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
-from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
+from batchinf.model.memory import fit_of
 from batchinf.model.model import check_weights
 from batchinf.planning.images import SampledImages
 from batchinf.planning.prompt_lengths import LengthCounts, PromptLengths
@@ -148,11 +148,10 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
 
 
 def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFinding]:
-    """The model, its memory, and warnings. remarks: warnings of earlier checks."""
-    model = _model(job)
-    yield model
+    """The model, and warnings. remarks: warnings of earlier checks."""
+    yield _model(job)
     with naming_lines(job.file):
-        device_notes = [*_on_devices(job, model.fit)]
+        device_notes = [*_on_devices(job)]
     yield from _warnings([*remarks, *device_notes])
     if (warning := length_warning(job.spec, job.model)) is not None:
         yield Remark("warning", warning)
@@ -160,13 +159,6 @@ def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFindin
 
 def _model(job: Job) -> ModelFound:
     model = job.model
-    # All devices are assumed to be alike.
-    backend = _local(job.spec)
-    device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
-    spec = job.spec
-    if device_bytes is None and is_cpu_build():
-        spec = spec.model_copy(update={"model": on_cpu(spec.model)})
-        device_name = "this machine's processor"
     return ModelFound(
         name=model.name,
         architectures=tuple(model.config.get("architectures") or ()),
@@ -174,8 +166,6 @@ def _model(job: Job) -> ModelFound:
         path=model.path,
         fingerprint=model.fingerprint,
         adapters=job.adapters,
-        gpu_memory_utilization=share_of(job.spec.engine),
-        fit=fit_of(model, spec, device_bytes, device_name, limits_of=job.task.default_batch_limits),
     )
 
 
@@ -184,7 +174,7 @@ def _local(spec: JobSpec) -> Backend:
     return choose_backend(spec.model_copy(update={"backend": "local"}))
 
 
-def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
+def _on_devices(job: Job) -> Iterator[str]:
     """Warnings about the devices of this host. Raises SpecError for what cannot start on them."""
     if job.spec.scripted is not None:
         return
@@ -192,7 +182,11 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
         yield "note: the Ray cluster is not asked, so its address, its devices and their memory were not checked"
         return
     backend = _local(job.spec)
-    if backend.devices() or is_cpu_build():
+    devices = backend.devices()
+    if devices or is_cpu_build():
+        # All devices are assumed to be alike.
+        size = backend.device_size(devices[0]) if devices else (None, "")
+        fit = fit_of(job.model, job.spec, *size, limits_of=job.task.default_batch_limits)
         yield from check_devices(job.spec, fit, len(backend.slots_for(job.spec)))
     else:  # such as a login node
         yield "note: no GPU is visible here, so degrees and device memory were not checked"
