@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +47,7 @@ may_fork = False
 has_fewer_rows = False
 num_fewer = 240
 fork_servers: list[ForkServer] = []
+_own_servers: list[ForkServer] = []  # see `own_server`
 # The latest processes of `start`. conftest.py kills those of a test that fails.
 started: collections.deque[subprocess.Popen[str]] = collections.deque(maxlen=50)
 environment = dict(os.environ)  # of the servers, without variables of single tests
@@ -149,12 +150,16 @@ def start(
     own = {**inherited(), "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
-    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    may_be_forked = (may_fork or is_unhurt) and not prefix
+    if may_be_forked and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if not is_refused and _is_of_vllm(*arguments) else fork_server()
         server = replicas if arguments[:1] == ("verify",) else fork_server()  # `verify` imports PyTorch
-        process = server.start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        process = server.start(replicas, command, **streams, **options)
+    elif may_be_forked and (able := [server for server in _own_servers if server.can_fork(own)]):
+        process = able[0].start(able[0], command, **streams, **options)
     else:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        process = subprocess.Popen(command, **streams, **options)
     started.append(process)
     return process
 
@@ -185,6 +190,23 @@ def fork_server(*, has_vllm: bool = False) -> ForkServer:
         atexit.register(_leave_servers)
     fork_servers.append(server)
     return server
+
+
+@contextlib.contextmanager
+def own_server(**environment: str) -> Iterator[ForkServer]:
+    """In this block, a server of its own forks processes with these variables, which differ from those of others.
+
+    For a whole file: a server takes 4 s of processor time to start, as three processes do. It has no vLLM.
+    """
+    server = ForkServer({**inherited(), **quick_start(), **environment})
+    fork_servers.append(server)
+    _own_servers.append(server)
+    try:
+        yield server
+    finally:
+        _own_servers.remove(server)
+        fork_servers.remove(server)
+        server.close()
 
 
 def _leave_servers() -> None:

@@ -4,7 +4,9 @@
    - A file that this process holds open and deletes or replaces becomes .nfsXXXX until it is closed.
    - A file that another process has deleted is stale (ESTALE) for those who hold it open.
    - A name that another process has made is seen late: $LIKE_NFS_LATE_MS milliseconds, in look-ups and in listings.
-   - $LIKE_NFS_CLOSE="ERRNO NUMBER": close() of the file written as that number fails, as the server has no room. */
+   - $LIKE_NFS_CLOSE="ERRNO NUMBER": close() of the file written as that number fails, as the server has no room.
+
+   The variables also count for a process that sets them itself, as one does that a server has forked. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -36,6 +38,12 @@ __attribute__((constructor)) static void begin(void) {
     if (value && !realpath(value, root)) root[0] = 0;
     if ((value = getenv("LIKE_NFS_LATE_MS"))) late_ms = atol(value);
     if ((value = getenv("LIKE_NFS_CLOSE"))) sscanf(value, "%d %d", &close_errno, &close_number);
+}
+
+int setenv(const char *name, const char *value, int is_replaced) {
+    int code = REAL(setenv)(name, value, is_replaced);
+    if (!strncmp(name, "LIKE_NFS", 8)) begin();
+    return code;
 }
 
 static int is_below(const char *path) {

@@ -4,18 +4,21 @@
 """
 
 import errno
-import os
+import functools
 import pathlib
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from fork_server import ForkServer
 
 import jobs
 
 LATE_MS = 300
-# Each process is a new one, for the library is loaded when it starts.
 ONE_REPLICA = {"parallel": {"data_parallel_size": 1}}
 
 
@@ -31,6 +34,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return library
 
 
+@pytest.fixture(scope="module")
+def server(library: pathlib.Path) -> Iterator[ForkServer]:
+    """Forks the processes of jobs, for the library is loaded when a process starts."""
+    with jobs.own_server(LD_PRELOAD=str(library)) as server:
+        yield server
+
+
 def on_nfs(library: pathlib.Path, folder: pathlib.Path, **more: object) -> dict[str, str]:
     """Environment of processes for which a folder is on NFS."""
     given = {"LD_PRELOAD": library, "LIKE_NFS": folder, "LIKE_NFS_LATE_MS": LATE_MS, **more}
@@ -40,16 +50,22 @@ def on_nfs(library: pathlib.Path, folder: pathlib.Path, **more: object) -> dict[
 def finish(spec: pathlib.Path, **environment: str) -> None:
     """Finish a job. Its rows are those of an unhurt run, and nothing is left behind."""
     out = spec.parent / "out"
+    # A process that is forked looks at once for what the last one, as if on another host, has just made.
+    time.sleep(LATE_MS / 1000)
     done = jobs.run("run", spec, **environment)
     assert done.returncode == 0, done.stderr
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert not [*out.rglob(".nfs*"), *out.rglob(".tmp-*"), *out.glob("lock*")]
+    time.sleep(LATE_MS / 1000)
     checked = jobs.run("check", out, "--deep", **environment)
     assert checked.returncode == 0, checked.stdout
     assert "0 wrong, 0 notes" in checked.stdout
 
 
-def test_the_layer_does_what_nfs_does(library: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("is_forked", [False, *jobs.slowly(True)])
+def test_the_layer_does_what_nfs_does(
+    is_forked: bool, library: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> None:
     code = f"""
 import errno, fcntl, os, pathlib, subprocess, sys, time
 folder = pathlib.Path({str(tmp_path)!r})
@@ -72,18 +88,19 @@ print(number(os.read, descriptor, 1), number(os.stat, folder / "c"), os.listdir(
 time.sleep({LATE_MS / 1000 + 0.05})
 print((folder / "c").read_text().strip(), os.listdir(folder))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **on_nfs(library, tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.splitlines() == ["ENOLCK ENOLCK", "['.nfs']", "[]", "ESTALE ENOENT []", "y ['c']"], done.stderr
+    start: Any = subprocess.Popen
+    if is_forked:
+        server = request.getfixturevalue("server")
+        start = functools.partial(server.start, server)
+    own = {**jobs.inherited(), **jobs.quick_start(), **on_nfs(library, tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    said, errors = start([sys.executable, "-P", "-c", code], env=own, **pipes).communicate(timeout=60)
+    assert said.splitlines() == ["ENOLCK ENOLCK", "['.nfs']", "[]", "ESTALE ENOENT []", "y ['c']"], errors
 
 
 @pytest.mark.slow
 @pytest.mark.fewer_rows
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(
     "faults",
     [
@@ -105,6 +122,7 @@ def test_killed_and_resumed(faults: str, library: pathlib.Path, tmp_path: pathli
 
 @pytest.mark.fewer_rows
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("number", [1, 6, 15])
 def test_a_close_that_finds_no_room(number: int, library: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The server may say only when a file is closed that its bytes have no room: the file does not count."""
