@@ -285,6 +285,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> Callable[[], obj
     # The server's stream objects are set up for the server's own files.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    os.getppid = functools.partial(_parent, request["parent"])
     if command[1:3] == _CODE:
         sys.argv = ["-c", *command[4:]]
         return functools.partial(exec, command[3], {"__name__": "__main__"})
@@ -303,6 +304,18 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> Callable[[], obj
     if _is_script(module):
         return functools.partial(runpy.run_path, module, run_name="__main__")
     return functools.partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+
+
+def _parent(pid: int) -> int:
+    """The process that has asked for this one while it runs, as if it were the parent. The server is that."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if not select.select([descriptor], [], [], 0)[0]:
+                return pid
+        finally:
+            os.close(descriptor)
+    return 1
 
 
 def _is_script(module: str) -> bool:

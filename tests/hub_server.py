@@ -36,6 +36,10 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all, as a new hub."""
         self.refs: dict[str, dict[str, str]] = {}
         self.commits: dict[str, dict[str, bytes]] = {}
         self.refusals: dict[str, tuple[int, dict[str, str]]] = {}
@@ -268,12 +272,29 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that this process uses instead of the real one, with an empty cache in `folder`."""
-    from huggingface_hub import close_session, constants
-
+def listening() -> Iterator[Hub]:
+    """A hub on a port of this host."""
     server = Hub()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, given: Hub | None = None) -> Iterator[Hub]:
+    """A hub that this process uses instead of the real one, with an empty cache in `folder`. given: one that listens.
+
+    A server forks jobs only if they have one environment, and so one hub: `given` forgets what is in it.
+    """
+    if given is None:
+        with listening() as hub, serving(folder, monkeypatch, hub):
+            yield hub
+        return
+    from huggingface_hub import close_session, constants
+
+    server = given
+    server.clear()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -284,5 +305,3 @@ def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, with another server
     yield server
     close_session()
-    server.shutdown()
-    server.server_close()

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import pytest
 import stores
-from hub_server import TOKEN, Hub, as_parquet, serving
+from hub_server import TOKEN, Hub, as_parquet, listening, serving
 
 import batchinf
 import jobs
@@ -23,21 +23,36 @@ from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
 from batchinf.manifest.names import other_names
 
+pytestmark = pytest.mark.fewer_rows
 NAME = "me/answers"
 KEY = f"datasets/{NAME}"
 COMMIT = f"/api/{KEY}/commit/main"
 
 
+@pytest.fixture(scope="module")
+def one_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict[str, str]]]:
+    """A hub, and the environment of the processes that use it, which a server forks."""
+    with listening() as hub:
+        environment = hub.environment(tmp_path_factory.mktemp("hub"))
+        with jobs.own_server(**environment):
+            yield hub, environment
+
+
 @pytest.fixture
-def hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def environment(one_hub: tuple[Hub, dict[str, str]]) -> dict[str, str]:
+    shutil.rmtree(one_hub[1]["HF_HOME"], ignore_errors=True)
+    return one_hub[1]
+
+
+@pytest.fixture
+def hub(one_hub: tuple[Hub, dict[str, str]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Has the prompts as the dataset me/prompts."""
-    with serving(tmp_path, monkeypatch) as hub:
+    with serving(tmp_path, monkeypatch, one_hub[0]) as hub:
         hub.add_dataset("me/prompts", {"data/train-00000-of-00001.parquet": as_parquet(jobs.prompts())})
         yield hub
 
 
 def spec_of(folder: pathlib.Path, sections: Mapping[str, Any] = MappingProxyType({}), **output: Any) -> pathlib.Path:
-    # One replica: the environment names the hub, so all processes of these jobs are new ones.
     one = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
     return jobs.spec_of(folder, output={"push_to_hub": NAME, **output}, **one, **sections)
 
@@ -71,8 +86,7 @@ class Held:
         return "cut"
 
 
-def test_from_a_dataset_to_a_dataset(hub: Hub, tmp_path: pathlib.Path) -> None:
-    environment = hub.environment(tmp_path)
+def test_from_a_dataset_to_a_dataset(hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path, {"input": {"path": "me/prompts"}})
     hub.fault = lambda method, path: "500" if path == COMMIT else ""
     failed = jobs.run("run", spec, **environment)
@@ -104,35 +118,35 @@ def test_from_a_dataset_to_a_dataset(hub: Hub, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_ran_again_are_pushed_again(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_rows_that_ran_again_are_pushed_again(hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path)
-    jobs.finish(spec, **hub.environment(tmp_path))
-    jobs.finish(spec, "--retry", "row_index = 3", "--set", "sampling.max_tokens=4", **hub.environment(tmp_path))
+    jobs.finish(spec, **environment)
+    jobs.finish(spec, "--retry", "row_index = 3", "--set", "sampling.max_tokens=4", **environment)
     assert len(hub.rows(NAME)) == len(jobs.unhurt())
     assert len(hub.rows(NAME)[3]["token_ids"]) <= 4 < len(jobs.unhurt()[3]["token_ids"])
 
 
 @pytest.mark.slow
-def test_a_push_stops_on_ctrl_c(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_push_stops_on_ctrl_c(hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path)
     hub.fault = held = Held("POST", COMMIT)
-    process = jobs.start("run", spec, **hub.environment(tmp_path))
+    process = jobs.start("run", spec, **environment)
     assert held.has_come.wait(120)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 75 and "run the same command again to go on" in errors
     held.may_go.set()
     assert [*hub.files(NAME)] == [".gitattributes"] and not (tmp_path / "out" / "hub").exists()
-    jobs.finish(spec, **hub.environment(tmp_path))
+    jobs.finish(spec, **environment)
     assert hub.rows(NAME) == list(jobs.unhurt())
 
 
-def killed(hub: Hub, tmp_path: pathlib.Path, held: Held, **environment: str) -> None:
+def killed(hub: Hub, spec: pathlib.Path, held: Held, environment: Mapping[str, str]) -> None:
     """Kill a run while the hub holds a request of its push; the process that pushes ends, too."""
     hub.fault = held
-    process = jobs.start("run", tmp_path / "job.yaml", **hub.environment(tmp_path), **environment)
+    process = jobs.start("run", spec, **environment)
     assert held.has_come.wait(120)
-    [pusher] = psutil.Process(process.pid).children()
+    [pusher] = jobs.family(process.pid)[:-1]
     process.kill()
     jobs.end(process)
     pusher.wait(10)
@@ -148,39 +162,43 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("method", "end"), PLACES)
-def test_a_push_that_is_killed_runs_again(method: str, end: str, hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_push_that_is_killed_runs_again(
+    method: str, end: str, hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
     spec = spec_of(tmp_path)
     if end == "/api/repos/create":  # before the job begins
         hub.fault = held = Held(method, end)
-        process = jobs.start("run", spec, **hub.environment(tmp_path))
+        process = jobs.start("run", spec, **environment)
         assert held.has_come.wait(120)
         process.kill()
         jobs.end(process)
         held.may_go.set()
     else:
-        killed(hub, tmp_path, Held(method, end))
+        killed(hub, spec, Held(method, end), environment)
         assert [*hub.files(NAME)] == [".gitattributes"]
     if end == COMMIT:  # without a further push, the next run deletes what the killed one has left
         assert (tmp_path / "out" / "hub").exists() and other_names(Folder(tmp_path / "out")) == []
-        jobs.finish(spec, "--set", "output.push_to_hub=null", **hub.environment(tmp_path))
+        jobs.finish(spec, "--set", "output.push_to_hub=null", **environment)
         assert not (tmp_path / "out" / "hub").exists()
-    jobs.finish(spec, **hub.environment(tmp_path))
+    jobs.finish(spec, **environment)
     assert hub.rows(NAME) == list(jobs.unhurt())
     assert not (tmp_path / "out" / "hub").exists()
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_lost_after_the_commit(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_an_answer_that_is_lost_after_the_commit(hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = spec_of(tmp_path, push_to_hub={"repository": NAME, "public": True})
     hub.fault = lambda method, path: "cut after" if path == COMMIT else ""
-    assert_refused(jobs.run("run", spec, **hub.environment(tmp_path)), "run the same command again to push it")
+    assert_refused(jobs.run("run", spec, **environment), "run the same command again to push it")
     assert hub.rows(NAME) == list(jobs.unhurt()) and hub.visibility[KEY] == "public"
     hub.fault = lambda method, path: ""
-    assert "the hub has these rows already" in jobs.finish(spec, **hub.environment(tmp_path)).stdout
+    assert "the hub has these rows already" in jobs.finish(spec, **environment).stdout
 
 
 @pytest.mark.slow
-def test_a_dataset_that_another_one_takes_while_the_job_runs(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_dataset_that_another_one_takes_while_the_job_runs(
+    hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
     spec = spec_of(tmp_path)
 
     def fault(method: str, path: str) -> str:
@@ -189,24 +207,24 @@ def test_a_dataset_that_another_one_takes_while_the_job_runs(hub: Hub, tmp_path:
         return ""
 
     hub.fault = fault
-    assert_refused(jobs.run("run", spec, **hub.environment(tmp_path)), "the hub answered with status 412")
-    assert_refused(
-        jobs.run("run", spec, **hub.environment(tmp_path)), "has 'theirs.csv', which this job has not pushed"
-    )
+    assert_refused(jobs.run("run", spec, **environment), "the hub answered with status 412")
+    assert_refused(jobs.run("run", spec, **environment), "has 'theirs.csv', which this job has not pushed")
     assert [*hub.files(NAME)] == [".gitattributes", "theirs.csv"]
     hub.fault = lambda method, path: ""
     more = {"repository": NAME, "overwrite": True, "split": "test"}
-    jobs.finish(spec_of(tmp_path, push_to_hub=more), **hub.environment(tmp_path))
+    jobs.finish(spec_of(tmp_path, push_to_hub=more), **environment)
     assert hub.rows(NAME) == list(jobs.unhurt()) and "data/test-00000-of-00001.parquet" in hub.files(NAME)
 
 
 @pytest.mark.slow
-def test_a_job_in_a_bucket(hub: Hub, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
-    environment = {**store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+def test_a_job_in_a_bucket(
+    hub: Hub, environment: dict[str, str], url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    environment = {**environment, **store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     spec = stores.spec_of(tmp_path, url, output={"push_to_hub": NAME})
-    killed(hub, tmp_path, Held("PUT", "/lfs/"), **environment)
+    killed(hub, spec, Held("PUT", "/lfs/"), environment)
     stores.lose_host(tmp_path)
-    done = jobs.finish(spec, **hub.environment(tmp_path), **environment)
+    done = jobs.finish(spec, **environment)
     assert hub.rows(NAME) == list(jobs.unhurt()) and "pushed to the hub" in done.stdout
     assert_no_token(tmp_path / "cache")
     for folder in ("commits", "journal", "parts", "telemetry"):
@@ -216,16 +234,18 @@ def test_a_job_in_a_bucket(hub: Hub, url: str, store: stores.Proxy, tmp_path: pa
 
 
 @pytest.mark.slow
-def test_a_job_with_too_many_errors_or_without_rows_pushes_nothing(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_job_with_too_many_errors_or_without_rows_pushes_nothing(
+    hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": ""}\n{"prompt": "a"}\n')
     where = {"path": str(rows), "id_column": None}
     output = {"keep_columns": [], "push_to_hub": NAME}
     spec = jobs.spec_of(tmp_path, input=where, output=output, scripted={"step_s": 0.0}, max_error_rate=0.4)
-    ended = jobs.run("run", spec, **hub.environment(tmp_path))
+    ended = jobs.run("run", spec, **environment)
     assert ended.returncode == 3 and "; nothing is pushed to me/answers" in ended.stderr
     rows.write_text("")
-    empty = jobs.finish(spec, "--set", f"output.path={tmp_path / 'empty'}", **hub.environment(tmp_path))
+    empty = jobs.finish(spec, "--set", f"output.path={tmp_path / 'empty'}", **environment)
     assert "nothing is pushed to me/answers" in empty.stdout
     assert [*hub.files(NAME)] == [".gitattributes"]
 
@@ -284,9 +304,11 @@ def test_slices_do_not_push(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_job_in_the_folder_of_another_one_is_refused_first(hub: Hub, tmp_path: pathlib.Path) -> None:
+def test_a_new_job_in_the_folder_of_another_one_is_refused_first(
+    hub: Hub, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
     spec = spec_of(tmp_path)
-    jobs.finish(spec, **hub.environment(tmp_path))
-    before = {*os.listdir(tmp_path), "hf"}
-    assert_refused(jobs.run("run", spec, "--fresh", **hub.environment(tmp_path)), "which this job has not pushed")
+    jobs.finish(spec, **environment)
+    before = {*os.listdir(tmp_path)}
+    assert_refused(jobs.run("run", spec, "--fresh", **environment), "which this job has not pushed")
     assert {*os.listdir(tmp_path)} == before  # the old job keeps its name
