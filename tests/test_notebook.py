@@ -18,11 +18,20 @@ import jobs
 pytestmark = pytest.mark.slow
 
 
+# The tests' server forks the replicas of the kernel's jobs.
+FORK = f"""
+import sys; sys.path.append({str(jobs.ROOT / "tests")!r})
+import os, subprocess, fork_server
+subprocess.Popen = fork_server.forking(fork_server.address_for(os.environ))
+"""
+
+
 class Notebook:
     """A notebook with a live kernel."""
 
     def __init__(self, client: NotebookClient) -> None:
         self._client = client
+        assert self.run(FORK) == ""
         self.pid = int(self.run("import os, batchinf; print(os.getpid())"))
 
     def run(self, source: str) -> str:
@@ -39,13 +48,20 @@ def _text(output: Any) -> str:
     return str(output.text if output.output_type == "stream" else output.data["text/plain"])
 
 
-@pytest.fixture
-def notebook(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    monkeypatch.setenv("PYTHONPATH", str(jobs.ROOT))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder = tmp_path_factory.mktemp("kernel")
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=240, allow_errors=True, kernel_name="python3")
-    with client.setup_kernel(cwd=str(tmp_path)):
+    environment = {**jobs.quick_start(), **jobs.fork_server().variable(), "IPYTHONDIR": str(folder / "ipython")}
+    with client.setup_kernel(cwd=str(folder), env={**jobs.inherited(), **environment}):
         yield Notebook(client)
+
+
+@pytest.fixture
+def notebook(kernel: Notebook, tmp_path: pathlib.Path) -> Notebook:
+    """In the test's folder."""
+    kernel.run(f"os.chdir({str(tmp_path)!r})")
+    return kernel
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ipywidgets") is not None, reason="ipywidgets shows a widget")
