@@ -1,6 +1,7 @@
 """The forms of jobs in a bucket for Kubernetes and SkyPilot: their own commands, run as the platform runs them.
 
-A node is a folder with the job's spec and an empty home. The environment has only what the platform and the form set.
+A node is a folder with the job's spec and an empty home. The environment has only what the platform and the form set,
+and the stand-in for the hub. All nodes have one path of their homes, so a server can fork their processes.
 """
 
 import os
@@ -9,17 +10,63 @@ import re
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import stores
 import yaml
-from hub_server import TOKEN, as_parquet, serving
+from fork_server import ForkServer
+from hub_server import TOKEN, Hub, as_parquet, listening, serving
 
 import jobs
 
 pytestmark = [pytest.mark.fewer_rows]
 INDEX = 3
+
+
+class Nodes:
+    """One after another, and each with an empty home."""
+
+    def __init__(self, folder: pathlib.Path, hub: Hub, server: ForkServer) -> None:
+        self.hub = hub
+        self._folder, self._server = folder, server
+        commands = folder / "bin"
+        commands.mkdir()
+        (commands / "batchinf").write_text(
+            f'#!/bin/sh\nexec {sys.executable} -S {jobs.ROOT / "tests" / "forked.py"} "$@"\n'
+        )
+        (commands / "batchinf").chmod(0o755)
+
+    def run(
+        self, command: Sequence[str], home: pathlib.Path, environment: Mapping[str, str], faults: str
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on a new node. home: the path of its home afterwards, and of the folder that it runs in."""
+        (self._folder / "home").symlink_to(home)
+        own = {
+            **self._server.environment,
+            **self._server.variable(),
+            "PATH": f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            **environment,
+            "BATCHINF_FAULTS": faults,
+        }
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        if command[0] == sys.executable:
+            process: Any = self._server.start(self._server, command, cwd=home, env=own, **pipes)
+        else:
+            process = subprocess.Popen(command, cwd=home, env=own, **pipes)
+        out, errors = process.communicate(timeout=300)
+        (self._folder / "home").unlink()
+        assert (process.returncode == 0) == (not faults), errors
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    folder = tmp_path_factory.mktemp("nodes")
+    home = folder / "home"
+    with listening() as hub, jobs.own_server(HOME=str(home), **hub.environment(home)) as server:
+        yield Nodes(folder, hub, server)
 
 
 def _form(name: str) -> Any:
@@ -55,24 +102,17 @@ def _skypilot() -> tuple[list[str], dict[str, str], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [_kubernetes, _skypilot])
-def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+def test_a_lost_slice_goes_on_on_another_node(
+    form: Any, url: str, store: stores.Proxy, nodes: Nodes, tmp_path: pathlib.Path
+) -> None:
     command, environment, num_slices = form()
     for node, faults in (("a", "mirror.after_bundle:1=kill"), ("b", "")):
-        folder = tmp_path / node
-        (folder / "home").mkdir(parents=True)
+        home = tmp_path / node
+        home.mkdir()
         spec = {"output": {"path": url, "rows_per_shard": 6}, "scripted": {"step_s": 0.005}}
-        jobs.spec_of(folder, **spec, parallel={"data_parallel_size": 1})
-        own = {
-            **jobs.quick_start(),
-            **store.environment,
-            **environment,
-            "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "HOME": str(folder / "home"),
-            "BATCHINF_FAULTS": faults,
-        }
-        ended = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
-        assert (ended.returncode == 0) == (not faults), ended.stderr
-        assert list((folder / "home" / ".cache" / "batchinf" / "jobs").iterdir())  # it works in the node's home
+        jobs.spec_of(home, **spec, parallel={"data_parallel_size": 1})
+        nodes.run(command, home, {**store.environment, **environment}, faults)
+        assert list((home / ".cache" / "batchinf" / "jobs").iterdir())  # it works in the node's home
     rows = jobs.unhurt()
     own_rows = rows[INDEX * len(rows) // num_slices : (INDEX + 1) * len(rows) // num_slices]
     slice_url = f"{url}/slice-{INDEX}"
@@ -82,7 +122,7 @@ def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores
 
 
 @pytest.mark.slow
-def test_the_script_of_hugging_face_jobs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_of_hugging_face_jobs(nodes: Nodes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stand-ins for the hub and for the gateway of its buckets."""
     name = uuid.uuid4().hex[:12]
     settings = [
@@ -94,26 +134,19 @@ def test_the_script_of_hugging_face_jobs(tmp_path: pathlib.Path, monkeypatch: py
         "output.keep_columns=[language]",
         "output.rows_per_shard=18",
         "checkpoint_interval_s=0.2",
+        "parallel={data_parallel_size: 1}",
         f"output.path=hf://buckets/{stores.NAMESPACE}/{stores.BUCKET}/{name}",
     ]
-    command = [sys.executable, jobs.ROOT / "jobs" / "huggingface" / "job.py", stores.NAMESPACE, *settings]
-    with serving(tmp_path, monkeypatch) as hub, stores.proxy() as gateway:
+    command = [sys.executable, str(jobs.ROOT / "jobs" / "huggingface" / "job.py"), stores.NAMESPACE, *settings]
+    with serving(tmp_path, monkeypatch, nodes.hub) as hub, stores.proxy() as gateway:
         data = {"data/train-00000-of-00001.parquet": as_parquet(jobs.prompts())}
         hub.add_dataset(f"{stores.NAMESPACE}/prompts", data)
         for node, faults in (("a", "mirror.after_bundle:2=kill"), ("b", "")):
             home = tmp_path / node
             home.mkdir()
-            own = {
-                **jobs.quick_start(),
-                **hub.environment(home),
-                **stores.KEYS,
-                "BATCHINF_HF_GATEWAY": gateway.url,
-                "PATH": os.environ["PATH"],
-                "HOME": str(home),
-                "BATCHINF_FAULTS": faults,
-            }
-            ended = subprocess.run(command, cwd=home, env=own, capture_output=True, text=True, timeout=300)
-            assert (ended.returncode == 0) == (not faults), ended.stderr
+            ended = nodes.run(
+                command, home, {"HF_TOKEN": TOKEN, **stores.KEYS, "BATCHINF_HF_GATEWAY": gateway.url}, faults
+            )
             assert not any(TOKEN.encode() in path.read_bytes() for path in home.rglob("*") if path.is_file())
         answers = hub.rows(f"{stores.NAMESPACE}/answers")
     assert answers == stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
