@@ -157,9 +157,12 @@ class ForkServer:
         """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
         return ForkedPopen(self.address, replicas.address, *args, **options)
 
-    def variable(self, name: str = "FORKED_BY") -> dict[str, str]:
-        """For the environment of programs that are to use this server: see `address_for`."""
-        return {name: json.dumps([self.address, self.environment])}
+    def variable(self, name: str = "FORKED_BY", environment: Mapping[str, str] | None = None) -> dict[str, str]:
+        """For the environment of programs that are to use this server: see `address_for`.
+
+        environment: theirs, if what differs from the server's is nothing to what it forks.
+        """
+        return {name: json.dumps([self.address, _read_at_import(environment or self.environment)])}
 
     def leave(self) -> None:
         """Use the server no more. It ends when the last process does so; forked processes keep running."""

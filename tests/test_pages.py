@@ -74,8 +74,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         server = closing.enter_context(contextlib.closing(ForkServer(own)))
         variables |= server.variable()
         if importlib.util.find_spec("vllm") is not None:
-            with_vllm = closing.enter_context(contextlib.closing(ForkServer(own, has_vllm=True)))
-            variables |= with_vllm.variable("VLLM_FORKED_BY")
+            # Engines of pages read no cache of the hub: their model is a folder.
+            variables |= jobs.fork_server(has_vllm=True).variable("VLLM_FORKED_BY", own)
         yield variables
 
 
