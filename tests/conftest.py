@@ -44,6 +44,7 @@ for name, value in {
 os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.shared_folder()  # of this process and of those that it starts
 jobs.environment = dict(os.environ)
+jobs.start_quickly()
 
 # The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others; `make fuzz`
 # and `make model` have seeds.
