@@ -47,9 +47,7 @@ def _init(
     labels: Annotated[
         str, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
     ] = "",
-    encoding: Annotated[
-        str | None, typer.Option(help="Of CSV files, such as cp1252. Default: UTF-8, or cp1252 if the bytes show it.")
-    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="Of CSV files, such as cp1252. Default: UTF-8.")] = None,
     out: Annotated[
         str | None, typer.Option(help="The output: a folder, or s3://…; default: out/ and the spec's name.")
     ] = None,

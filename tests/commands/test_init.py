@@ -17,7 +17,7 @@ from PIL import Image
 
 import batchinf
 import jobs
-from batchinf.base.errors import ModelError, UserError
+from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.init.columns import look_at
 from batchinf.commands.init.init import _TAKEN, InitRequest, has_chat_template, write_spec
 from batchinf.spec.file import read_spec
@@ -564,18 +564,15 @@ def test_given_labels_are_the_choices_of_scores(is_chat: bool, tmp_path: pathlib
 def test_a_csv_file_of_a_spreadsheet_in_cp1252(tmp_path: pathlib.Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_bytes("id,größe\n1,Für 5 € „gut“.\n2,Schön.\n".encode("cp1252"))
-    path = written("generate", rows, tmp_path)
+    with pytest.raises(InputError, match=r"its header is not UTF-8: .*; for a new spec, `init` takes --encoding$"):
+        look_at(str(rows))
+    path = written("generate", rows, tmp_path, encoding="cp1252")
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
     assert "Für 5 € „gut“." in str(report.rows[0].text)
-    guess = "csv: {encoding: cp1252}    # a guess: look at the text in validate"
-    assert f"  {guess}\n" in path.read_text()
-    assert f"input.{guess}" in said("generate", rows, tmp_path / "said.yaml")
-    assert look_at(str(rows), encoding="cp1252").settings == ("csv: {encoding: cp1252}    # as --encoding says",)
-    rows.write_bytes("id,größe\n1,Für.\n2,".encode() + b"\xfc.\n")  # damaged UTF-8
-    assert look_at(str(rows)).settings == ()
-    # A few cells were saved after they had been decoded wrongly.
-    rows.write_bytes(("id,größe\n1,FÃ¼r.\n" + "2,Für schöne Füße.\n" * 9).encode("cp1252"))
-    assert look_at(str(rows)).settings == (guess,)
+    assert "  csv: {encoding: cp1252}    # as --encoding says\n" in path.read_text()
+    rows.write_bytes(b"id,text\n1,F\xfcr.\n2,Sch\xf6n.\n")
+    with pytest.raises(UserError, match=r"no row can be read; the first: .* line 2: not UTF-8: byte 0xfc.*cp1252"):
+        look_at(str(rows))
 
 
 def test_an_encoding_that_the_user_gives(tmp_path: pathlib.Path) -> None:

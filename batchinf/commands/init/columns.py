@@ -17,8 +17,6 @@ from batchinf.base.errors import UserError
 from batchinf.commands.init.images import ImageColumns, as_list, find_images, is_named_as_picture
 from batchinf.prompts.openai.lines import most_logprobs, named_model
 from batchinf.source.files import CsvDialect, InputLocation
-from batchinf.source.find import find_files
-from batchinf.source.formats.csv import Csv, seems_cp1252
 from batchinf.source.formats.images import FOLDER, NUM_BYTES, Images
 from batchinf.source.formats.lines import BATCH_COLUMNS, TextLines
 from batchinf.source.remote import is_url
@@ -107,9 +105,6 @@ def look_at(path: str, encoding: str | None = None) -> InputColumns:
     if encoding is not None:
         _check_encoding(encoding)
         settings.append(f"csv: {{encoding: {encoding}}}    # as --encoding says")
-    elif not is_captioned and _seems_cp1252(path):
-        encoding = "cp1252"
-        settings.append("csv: {encoding: cp1252}    # a guess: look at the text in validate")
     dialect = None if encoding is None else CsvDialect(encoding=encoding)
     where = InputLocation(path, csv=dialect, format=Images.name if is_captioned else None)
     with (
@@ -130,12 +125,6 @@ def _is_captioned(path: str) -> bool:
     if is_url(path) or not os.path.isdir(folder) or format_of(where) != TextLines.name:
         return False
     return any(is_named_as_picture(name) for _, _, files in os.walk(folder) for name in files)
-
-
-def _seems_cp1252(path: str) -> bool:
-    """Whether the input is local CSV files of which none is UTF-8."""
-    where = InputLocation(path)
-    return not is_url(path) and format_of(where) == Csv.name and all(map(seems_cp1252, find_files(where)[1]))
 
 
 def _check_encoding(encoding: str) -> None:

@@ -49,7 +49,7 @@ class InitRequest:
     labels: tuple[str, ...] = ()
     """Empty: the words of a column, or the default."""
     encoding: str | None = None
-    """Of CSV files; None: by their bytes."""
+    """Of CSV files; None: UTF-8."""
     out: str | None = None
     """The output folder; None: named as the spec."""
 

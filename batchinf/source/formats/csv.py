@@ -385,30 +385,6 @@ class _Rows:
         return len(row) == len(self._full_header) and line.count(self._form["quotechar"] or "\n") % 2 == 0
 
 
-def seems_cp1252(file: InputFile) -> bool:
-    """Whether nearly all non-ASCII text of a file is in cp1252, as spreadsheets on Windows write it. For a suggestion.
-
-    Sequences that are valid in UTF-8 speak against it: many of them are damaged UTF-8, a few are text that was decoded
-    wrongly before it was saved, such as `Ã¼`.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    num_bytes = 0  # that are not UTF-8
-    num_valid = 0
-    with open_bytes(file) as stream:
-        while block := stream.read(BLOCK_BYTES):
-            text = decoder.decode(block)
-            num_bytes += len(_NOT_UTF8.findall(text))
-            num_valid += len(_WIDE_CHARACTER.findall(text))
-            if "\0" in text or _NOT_CP1252.search(text):
-                return False
-    return num_bytes > 0 and num_valid <= _MOST_VALID * num_bytes
-
-
-_MOST_VALID = 0.2  # of the number of bytes that are not UTF-8
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes, as `surrogateescape` decodes them
-# Of two bytes that are unlikely side by side in cp1252, or of three.
-_WIDE_CHARACTER = re.compile("[\u00c0-\u00ff\u0140-\u017f\u2000-\ud7ff\ue000-\uffff]")
-_NOT_CP1252 = re.compile("[\udc81\udc8d\udc8f\udc90\udc9d]")
 _UTF8 = "utf-8-sig"
 _ESCAPES = "batchinf.escapes"
 
