@@ -42,7 +42,9 @@ _OF_COMMAND = {
     "export": {
         "--format": "`--to FORMAT` names the format",
         "--limit": "`--where 'row_index < N'` chooses rows",
-        **dict.fromkeys(("--push-to-hub", "--public"), "`hf upload USER/NAME FOLDER . --repo-type dataset` uploads it"),
+        **dict.fromkeys(
+            ("--push-to-hub", "--public"), "`hf upload USER/NAME FOLDER . --repo-type dataset --private` uploads it"
+        ),
     },
 }
 _COMMANDS = {

@@ -44,7 +44,7 @@ def check_push(file: SpecFile, job_id: str | None) -> None:
         raise UserError(
             f"output.push_to_hub: got it with --slice {file.slice}; leave it out, and when all slices are done, run "
             f"batchinf export {file.spec.output.path} --to hf -o FOLDER && hf upload {target.repository} FOLDER . "
-            "--repo-type dataset"
+            "--repo-type dataset --private"
         )
     JobDataset.reserve(target, job_id, "no engine has started")
 

@@ -300,7 +300,7 @@ def test_slices_do_not_push(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=r"^output.push_to_hub: got it with --slice 0/2; leave it out") as refused:
         batchinf.run(spec_of(tmp_path), slice="0/2")
     exports = f"batchinf export {tmp_path / 'out'} --to hf -o FOLDER"
-    assert f"{exports} && hf upload me/answers FOLDER . --repo-type dataset" in str(refused.value)
+    assert f"{exports} && hf upload me/answers FOLDER . --repo-type dataset --private" in str(refused.value)
 
 
 @pytest.mark.slow
