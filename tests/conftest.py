@@ -44,7 +44,6 @@ for name, value in {
 os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.shared_folder()  # of this process and of those that it starts
 jobs.environment = dict(os.environ)
-jobs.start_quickly()
 
 # The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others; `make fuzz`
 # and `make model` have seeds.
@@ -57,6 +56,7 @@ gc.set_threshold(50_000, 20, 100)
 atexit.register(gc.unfreeze)
 for name in ("opentelemetry.exporter", "scipy", "sklearn"):
     sys.modules[name] = None  # type: ignore[assignment]
+jobs.start_quickly()  # transformers looks for these packages when it is imported
 
 from batchinf.base.stop_signals import STOP_SIGNALS  # noqa: E402
 from batchinf.model import parameters  # noqa: E402

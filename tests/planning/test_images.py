@@ -103,7 +103,8 @@ def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathli
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
     report = json.loads(done.stdout)
-    assert sum(each["num_rows"] for each in report["prompt_lengths"]["histogram"]) == 3
+    num_errors = sum(each["num_rows"] for each in report["prompt_lengths"]["errors"])
+    assert report["prompt_lengths"]["num_sampled"] == 3 + num_errors
     assert {each["error_type"] for each in report["prompt_lengths"]["errors"]} == {"image_not_found", "too_many_images"}
     one, two, gone = report["rows"]
     assert two["num_image_tokens"] == 2 * one["num_image_tokens"] > 0
