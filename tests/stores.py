@@ -367,7 +367,10 @@ def num_journalled(url: str) -> int:
     parts = names(url, "parts")
     begun: dict[str, int] = {}
     for name in sorted(names(url, "journal")):
-        sizes, _, data = read(url, f"journal/{name}").partition(b"\n")
+        try:
+            sizes, _, data = read(url, f"journal/{name}").partition(b"\n")
+        except FileNotFoundError:  # its shards have become parts meanwhile
+            continue
         for segment, size, *place in json.loads(sizes):
             first, num_bytes = place or (0, size)
             if first == 0:

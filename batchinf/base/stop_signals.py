@@ -57,6 +57,10 @@ def request_name(number: int) -> str:
     return "request" if number == _EVENT else signal.Signals(number).name
 
 
+# What DuckDB says in place of an interruption, between its queries and within one.
+_WORDS_OF_DUCKDB = ("Query interrupted", "INTERRUPT Error")
+
+
 class StopAskedFor(KeyboardInterrupt):
     """A stop signal ends the block of `interruptible`. Not a subclass of Exception: libraries catch and drop those."""
 
@@ -200,7 +204,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
         exec("")
         raise Interrupted(f"stopped on {request_name(heard[0][0] if heard else signal.SIGINT)}") from None
     except Exception as error:
-        if not is_interruption(error):
+        if not heard or not is_interruption(error):
             raise
         raise Interrupted(f"stopped on {request_name(heard[0][0])}") from None
     finally:
@@ -209,7 +213,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
 
 def is_interruption(error: Exception) -> bool:
     """Whether a library, such as pydantic or DuckDB, has made an error of its own of an interruption, by its text."""
-    return StopAskedFor.__name__ in str(error)
+    return any(words in str(error) for words in (StopAskedFor.__name__, *_WORDS_OF_DUCKDB))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,11 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
+import duckdb
 import pytest
 
 import jobs
@@ -301,6 +303,16 @@ def test_an_interruption_that_a_library_makes_an_error_of() -> None:
         opens_a_job(is_stopped=True)
     with pytest.raises(UserError, match="no such column"):
         opens_a_job(is_stopped=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_duckdb_runs_a_query(number: signal.Signals) -> None:
+    strike = threading.Timer(0.2, os.kill, (os.getpid(), number))
+    strike.start()
+    with pytest.raises(Interrupted, match=f"stopped on {number.name}"), interruptible():
+        duckdb.sql("SELECT sum(a.i * b.i) FROM range(1000000) a(i), range(1000000) b(i)").fetchall()
+    with pytest.raises(RuntimeError, match="Query interrupted"), interruptible():
+        raise RuntimeError("Query interrupted")  # no stop was asked for
 
 
 @pytest.mark.parametrize("last", [TERM, USR1])
