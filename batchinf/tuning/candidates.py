@@ -1,7 +1,8 @@
 """The candidates: settings that the spec leaves open and that change the speed, but not the output."""
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,13 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.engine_defaults import chosen_arguments, replicas_per_device, shown, values
+from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown, values
 from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import naming_lines
 from batchinf.model.memory import Fit, fit_of, share_of
 from batchinf.model.model import resolve
 from batchinf.planning.degrees import Machine, that_fit
+from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
 from batchinf.tasks.registry import task_of
@@ -70,12 +72,13 @@ class _Start:
     """Engine arguments that the spec leaves open, as the job chooses them."""
 
     @classmethod
-    def of(cls, spec: JobSpec, backend: Backend) -> "_Start":
+    def of(cls, spec: JobSpec, backend: Backend, share: Callable[[], float | None] = lambda: None) -> "_Start":
+        """share: see `chosen_arguments`."""
         task = task_of(spec)
         devices = local_devices(spec, backend)
         size = backend.device_size(devices[0]) if devices else (None, "")
         fit = fit_of(resolve(spec.model), spec, *size, limits_of=task.default_batch_limits)
-        chosen = chosen_arguments(spec, fit, task, 1)
+        chosen = chosen_arguments(spec, fit, task, 1, shared_share=share)
         return cls(spec, len(devices), fit, {**fit.limits, **values(chosen)})
 
     @property
@@ -104,15 +107,21 @@ def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Settings]
 def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     """What can be tried where the spec says nothing, the settings with the largest effect first.
 
-    Several replicas on a device come last: each of their trials starts several engines, one after the other. Values
-    that the spec or the device already have are left out.
+    Several replicas on a device come last where one engine keeps the device busy: each of their trials starts several
+    engines, one after the other. Values that the spec or the device already have are left out.
     """
-    start = _Start.of(file.spec, backend)
+    start = _Start.of(file.spec, backend, functools.partial(shared_share, file))
+    replicas = _replicas(start)
+    is_gain_likely = bool(replicas) and gains_from_sharing(file.spec, start.fit, task_of(file.spec), start.num_devices)
     dimensions: list[list[Settings]] = [
         _degrees(start),
+        replicas if is_gain_likely else [],
         _engine(start, "max_num_seqs", _MAX_NUM_SEQS),
+        _vllm_defaults(start),
         _engine(start, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS),
-        _replicas(start),
+        _caching(start),
+        [] if "order" in file.spec.input.model_fields_set else [{"input.order": "prefix"}],
+        [] if is_gain_likely else replicas,
     ]
     return [dimension for dimension in dimensions if dimension]
 
@@ -129,6 +138,24 @@ def _engine(start: _Start, name: str, values: Sequence[int]) -> list[Settings]:
     if name in start.spec.engine or start.spec.scripted is not None:
         return []
     return [{f"engine.{name}": value} for value in values if value != start.arguments.get(name)]
+
+
+def _vllm_defaults(start: _Start) -> list[Settings]:
+    """Without the graphs that batchinf chooses and the asynchronous scheduling with them. The prefix cache stays."""
+    names = [name for name in ("compilation_config", "async_scheduling") if name in start.arguments]
+    settings: dict[str, Any] = {f"engine.{name}": None for name in names}
+    if "async_scheduling" in names and "enable_prefix_caching" in start.arguments:
+        settings["engine.enable_prefix_caching"] = start.arguments["enable_prefix_caching"]
+    return [settings] if settings else []
+
+
+def _caching(start: _Start) -> list[Settings]:
+    """The prefix cache off, or on if it is off, for tasks that only read prompts: filling it takes much of the time."""
+    task = task_of(start.spec)
+    is_open = task.reads_prefix_cache and "enable_prefix_caching" not in start.spec.engine
+    if task.draws_tokens or start.fit.device_bytes is None or not is_open:
+        return []
+    return [{"engine.enable_prefix_caching": not start.arguments.get("enable_prefix_caching", True)}]
 
 
 def _replicas(start: _Start) -> list[Settings]:

@@ -35,15 +35,24 @@ class TuneTrial:
     """GPUs; 0 on processors."""
     error: str = ""
     """Why it could not run; its rates are 0 then."""
+    late_s: float = 0.0
+    """From the first engine that was up to the last one."""
 
     @property
     def tokens_per_s(self) -> float:
         """Prompt and output tokens a second."""
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
-    def gain(self, base: "TuneTrial") -> float:
-        """How many times as fast rows are done as with the settings of `base`."""
-        return self.rows_per_s / base.rows_per_s
+    def gain(self, base: "TuneTrial", num_rows: int) -> float:
+        """How many times as fast an input of `num_rows` rows is done as with the settings of `base`.
+
+        Engines of one device start one after the other. Until the last one is up, the job has the speed of `base`.
+        """
+        base_s = num_rows * base.work_s / base.num_rows
+        late_s = min(base_s, max(0.0, self.late_s - base.late_s))
+        if not self.rows_per_s:
+            return 0.0
+        return base_s / (late_s + (base_s - late_s) * base.rows_per_s / self.rows_per_s)
 
 
 def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run: RunJob) -> TuneTrial:
@@ -79,4 +88,5 @@ def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run
         start_s=speed.run_s - speed.work_s,
         work_s=speed.work_s,
         num_devices=speed.num_gpus,
+        late_s=speed.late_s,
     )

@@ -37,6 +37,8 @@ class TuneReport:
 
     spec: str
     """Path of the spec's file."""
+    num_rows: int
+    """Rows of the input."""
     trials: tuple[TuneTrial, ...]
     """The first is that of the spec as it is."""
     best: TuneTrial
@@ -48,15 +50,15 @@ class TuneReport:
 
     @property
     def gain(self) -> float:
-        """How many times as fast rows are done as by the spec as it is."""
-        return self.best.gain(self.trials[0])
+        """How many times as fast the whole input is done as by the spec as it is."""
+        return self.best.gain(self.trials[0], self.num_rows)
 
     def lines(self) -> Iterator[str]:
         """The table of the trials, the winner, and what to do."""
         yield f"{'tokens/s':>9} {'a GPU':>9} {'gain':>5}  settings"
         for trial in sorted(self.trials, key=lambda trial: -trial.rows_per_s):
             each = short_count(trial.tokens_per_s / trial.num_devices) if trial.num_devices else "-"
-            cells = [short_count(trial.tokens_per_s), each, f"{trial.gain(self.trials[0]):.2f}"]
+            cells = [short_count(trial.tokens_per_s), each, f"{trial.gain(self.trials[0], self.num_rows):.2f}"]
             rate, each, gain = ["-"] * 3 if trial.error else cells
             error = f": {clip(trial.error, 120)}" if trial.error else ""
             yield f"{rate:>9} {each:>9} {gain:>5}  {name_of(trial.settings)}{error}"
@@ -124,8 +126,8 @@ def tune_job(
             f"one trial of {sample_rows:,} rows took {time_taken(trials[0].start_s + trials[0].work_s)}, so that the "
             f"budget of {duration(budget_s)} has no time for a second one; give a larger --budget or fewer --rows"
         )
-    best = best_of(trials)
-    return TuneReport(file.path, tuple(trials), best, num_left_out=len(tried) - len(trials), warning=warning)
+    best = best_of(trials, most_rows)
+    return TuneReport(file.path, most_rows, tuple(trials), best, num_left_out=len(tried) - len(trials), warning=warning)
 
 
 def search(
@@ -149,10 +151,10 @@ def _expected_s(trials: Sequence[TuneTrial]) -> float:
     return (statistics.median(starts) if starts else trials[0].start_s) + trials[0].work_s
 
 
-def best_of(trials: Sequence[TuneTrial]) -> TuneTrial:
-    """The fastest trial; the first one if none gains 2 % over it."""
-    best = max(trials, key=lambda trial: trial.rows_per_s)
-    return best if best.gain(trials[0]) >= _LEAST_GAIN else trials[0]
+def best_of(trials: Sequence[TuneTrial], num_rows: int) -> TuneTrial:
+    """The fastest trial for an input of `num_rows` rows; the first one if none gains 2 % over it."""
+    best = max(trials, key=lambda trial: trial.gain(trials[0], num_rows))
+    return best if best.gain(trials[0], num_rows) >= _LEAST_GAIN else trials[0]
 
 
 def _sample_of(file: SpecFile, at_once: int, num_rows: int | None) -> tuple[int, int, str | None]:

@@ -15,6 +15,7 @@ from batchinf.fleet.local.devices import slots_on
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tuning import candidates as tried
 from batchinf.tuning.candidates import (
     candidates,
     kept_settings,
@@ -60,15 +61,40 @@ def opened(file: SpecFile, num_devices: int) -> list[list[Any]]:
 
 # Without CUDA graphs for whole steps, one engine leaves the device idle.
 IN_PIECES = {"max_model_len": 512, "worker_cls": None}
+REPLICAS = [{"parallel.replicas_per_device": 2}, {"parallel.replicas_per_device": 3}]
 
 
 def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
     assert opened(spec_of(tmp_path, "llama-3.2-1b"), 1) == [
         [{"engine.max_num_seqs": 512}, {"engine.max_num_seqs": 1024}, {"engine.max_num_seqs": 256}],  # 2,048 is chosen
+        [{"engine.compilation_config": None}],
         [{"engine.max_num_batched_tokens": 8192}, {"engine.max_num_batched_tokens": 32768},
          {"engine.max_num_batched_tokens": 4096}],
-        [{"parallel.replicas_per_device": 2}, {"parallel.replicas_per_device": 3}],
+        [{"input.order": "prefix"}],
+        REPLICAS,  # one engine that generates keeps the device busy
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_cores", "num_devices", "is_first"),
+    [
+        ("qwen3-0.6b", 8, 1, True),
+        ("qwen3-0.6b", 7, 1, False),  # two engines need eight cores
+        ("qwen3-0.6b", 8, 2, False),
+        ("qwen3-8b", 8, 1, False),
+    ],
+)
+def test_several_replicas_on_a_device_are_tried_first_only_where_a_gain_is_likely(
+    shape: str,
+    num_cores: int,
+    num_devices: int,
+    is_first: bool,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    found = opened(spec_of(tmp_path, shape, task="embed", sampling=None, engine=IN_PIECES), num_devices)
+    assert [place for place, one in enumerate(found) if one == REPLICAS] == [len(found) - 1 if not is_first else 0]
 
 
 @pytest.mark.parametrize(("given", "num_bytes", "expected"), [
@@ -90,7 +116,7 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     assert kept == ({} if expected is None else {"parallel.replicas_per_device": expected})
     if not given:
         others = [{"parallel.replicas_per_device": number} for number in ((1, 3) if expected else (2, 3))]
-        assert opened(file, 1)[-1] == others
+        assert opened(file, 1)[0] == others
 
 
 def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_path: pathlib.Path) -> None:
@@ -105,6 +131,38 @@ def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_pat
         file = spec_of(tmp_path / folder, "llama-3.2-1b", parallel=parallel)
         assert requests_at_once(file, backend, field) == expected
     backend.close()
+
+
+def test_tasks_that_only_read_prompts_are_tried_without_a_prefix_cache(tmp_path: pathlib.Path) -> None:
+    file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, parallel={"replicas_per_device": 1})
+    *_, graphs, steps, caching, order = opened(file, 1)
+    assert graphs == [{"engine.compilation_config": None, "engine.async_scheduling": None}]
+    assert [settings["engine.max_num_batched_tokens"] for settings in steps] == [8192, 32768, 4096]
+    assert (caching, order) == ([{"engine.enable_prefix_caching": False}], [{"input.order": "prefix"}])
+
+
+def test_the_prefix_cache_is_tried_where_batchinf_leaves_it_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "shared_share", lambda _: 0.0)
+    file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None)
+    found = opened(file, 1)
+    assert [{"engine.enable_prefix_caching": True}] in found
+    own = {"engine.compilation_config": None, "engine.async_scheduling": None, "engine.enable_prefix_caching": False}
+    assert [own] in found  # the job would not leave out the cache without the graphs
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"task": "score", "input": {"text_column": "text"}},  # it is off
+        {"task": "embed", "engine": {"enable_prefix_caching": True}},
+        {"task": "generate"},  # a request decodes far longer than it takes to fill the cache
+    ],
+)
+def test_where_the_prefix_cache_is_left_as_it_is(tmp_path: pathlib.Path, sections: dict[str, Any]) -> None:
+    found = opened(spec_of(tmp_path, "qwen3-0.6b", sampling=None, **sections), 1)
+    assert {"engine.enable_prefix_caching": False} not in [settings for dimension in found for settings in dimension]
 
 
 def test_degrees_where_several_devices_are_seen(tmp_path: pathlib.Path) -> None:

@@ -119,6 +119,7 @@ def test_replicas_of_a_trial_begin_together_and_share_its_rows(
     assert not trial.error
     ready = [tuned.place("ready", replica) for replica in (0, 1)]
     assert max(ready) < tuned.place("first_request") < tuned.place("all_committed")
+    assert trial.late_s > 0
     # Both have rows, so that the rate is that of two. How many depends on how much of a busy machine each gets.
     assert tuned.rows.total() == NUM_ROWS
     assert sum(tuned.shares) == NUM_ROWS

@@ -1,6 +1,8 @@
 """`batchinf tune` as a whole, on the scripted engine."""
 
+import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -85,10 +87,11 @@ def test_the_first_trials_fill_all_engines(tmp_path: pathlib.Path) -> None:
 
 def test_wrong_calls(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path)
+    spec: Mapping[str, Any] = json.loads(path.read_text())
     with pytest.raises(UserError, match="--try seed: must be field=value,value"):  # one text, and not its letters
         api.tune(path, tries="seed")
     with pytest.raises(UserError, match="leaves nothing open to tune"):
-        api.tune(path)
+        api.tune({**spec, "input": {**spec["input"], "order": "input"}})
     done = jobs.run("tune", path, "--budget", "soon")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--budget soon: must be a time, such as 90s, 15m or 2h" in done.stderr
