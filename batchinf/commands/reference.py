@@ -1,7 +1,9 @@
-"""Runs a job's model with transformers in float32, one sequence at a time, for `verify`."""
+"""Runs a job's model with transformers in float32, one sequence at a time and with LoRA adapters, for `verify`."""
 
+import math
 import pathlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ import transformers
 
 from batchinf.base.errors import UserError
 from batchinf.base.text import error_message
+from batchinf.model import files as model_files
+from batchinf.model.files import ADAPTER, ADAPTER_CONFIG
+from batchinf.model.lora import TENSOR_NAME, Adapter
 from batchinf.model.model import Model
 from batchinf.records import FloatArray, Int64Array
 from batchinf.tasks.base import Task
@@ -28,11 +33,14 @@ _POOLERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Reference:
     """The job's model: a causal language model, or one that embeds."""
 
-    def __init__(self, task: Task, model: Model, device: str) -> None:
+    def __init__(self, task: Task, model: Model, device: str, adapters: Sequence[Adapter] = ()) -> None:
         """Raises UserError if transformers cannot load the model."""
         self.description = f"transformers {transformers.__version__} in float32 on {device}"
         self._device = device
         self._pooling = task.pooling
+        self._adapters = {adapter.name: adapter for adapter in adapters}
+        self._changed: dict[str, torch.Tensor] = {}
+        self._current: str | None = None
         auto = transformers.AutoModelForCausalLM if self._pooling is None else transformers.AutoModel
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -87,3 +95,60 @@ class Reference:
 
     def _tensor(self, numbers: Any) -> torch.Tensor:
         return torch.tensor(np.asarray(numbers, np.int64), device=self._device)
+
+    def merge(self, name: str | None) -> None:
+        """Add this adapter to the weights. Weights that the previous adapter changed are restored, bit by bit."""
+        if name == self._current:
+            return
+        for module, weight in self._changed.items():
+            self._model.get_submodule(module).weight.data.copy_(weight)
+        self._changed = {}
+        self._current = name
+        if name is None:
+            return
+        for module, delta in _deltas(self._adapters[name]):
+            module = module if self._has(module) else module.removeprefix(f"{self._model.base_model_prefix}.")
+            if not self._has(module):
+                raise UserError(f"the adapter '{name}' changes {module}, which transformers' model does not have")
+            weight = self._model.get_submodule(module).weight
+            self._changed[module] = weight.data.to("cpu", copy=True)
+            delta = delta if delta.shape == weight.shape else delta.T
+            weight.data += delta.to(weight.device)
+
+    def _has(self, module: str) -> bool:
+        try:
+            return hasattr(self._model.get_submodule(module), "weight")
+        except AttributeError:
+            return False
+
+
+def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
+    """B·A·scale in float32, by module. Raises UserError if the adapter has other tensors, too."""
+    folder = pathlib.Path(adapter.path)
+    config = model_files.read_json(folder / ADAPTER_CONFIG)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in model_files.weight_files(folder, ADAPTER):
+        if not file.endswith(".safetensors"):
+            raise UserError(f"the adapter '{adapter.name}' is in {file}, a pickle, which verify does not open; save it "
+                            "as safetensors")  # fmt: skip
+        from safetensors.torch import load_file
+
+        tensors |= load_file(folder / file)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for tensor, weight in tensors.items():
+        half = TENSOR_NAME.fullmatch(tensor)
+        if half is None:
+            raise UserError(
+                f"the adapter '{adapter.name}' has {tensor}, which is neither lora_A nor lora_B: it cannot be verified"
+            )
+        pairs.setdefault(half["module"], {})[half["half"]] = weight.float()
+    for module, halves in pairs.items():
+        yield module, halves["B"] @ halves["A"] * _scale(config, module, len(halves["A"]))
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    """PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA. A module may have its own alpha."""
+    patterns = (config.get("alpha_pattern") or {}).items()
+    alphas = (alpha for name, alpha in patterns if re.match(rf"(.*\.)?({name})$", module))
+    alpha = float(next(alphas, config["lora_alpha"]))
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

@@ -185,13 +185,15 @@ def verify_job(
         _check(job, state, results)
         rows = sampled_rows(results, num_rows, seed)
         prompts = _prompts(job, state, [row.keys for row in rows])
-    reference = Reference(job.task, job.model, device)
+    reference = Reference(job.task, job.model, device, job.adapters)
     pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "").rpartition(".")[2].upper()
     deviations: dict[str, Deviations] = {}
-    for row in rows:
+    # Rows of one adapter together, because merging an adapter takes long.
+    for row in sorted(rows, key=lambda row: prompts[row.keys["row_index"]].adapter or ""):
         key = (row.keys["row_index"], row.keys.get("sample_index", 0))
         prompt = prompts[key[0]]
         requests = [request for _, request in job.task.requests(prompt, max_model_len(job) or 1 << 30)]
+        reference.merge(prompt.adapter)
         for stored in stored_numbers(job.task, row.read(results), prompt, requests[key[1] :]):
             found = deviations.setdefault(stored.kind, Deviations())
             start = 0
@@ -237,7 +239,8 @@ def _check(job: Job, state: State, results: Results) -> None:
     """Raise UserError if the job has changed, or has nothing that can be compared."""
     identity = {name: value for name, value in state.header.identity.items() if name != "slice"}
     check_drift(job, replace(state.header, identity=identity, fingerprint=fingerprint(identity)))
-    if (reason := _why_unverified(job)) is not None:
+    reason = "a job with images cannot be verified" if job.spec.input.has_images else job.task.why_unverified(job.model)
+    if reason is not None:
         raise UserError(
             f"{reason}; run the job a second time with --set model.dtype=float32 --set output.path=NEW, and compare "
             "the two with batchinf diff"
@@ -258,15 +261,6 @@ def _check(job: Job, state: State, results: Results) -> None:
             "the job stored no logprobs of tokens to verify; run one with sampling.logprobs or "
             "sampling.prompt_logprobs, and with output.include_token_ids and include_token_logprobs, the defaults"
         )
-
-
-def _why_unverified(job: Job) -> str | None:
-    """Why transformers cannot compute the job's numbers; None if it can."""
-    if job.spec.input.has_images:
-        return "a job with images cannot be verified"
-    if job.adapters:
-        return "a job with LoRA adapters cannot be verified"
-    return job.task.why_unverified(job.model)
 
 
 def _reported(state: State, name: str) -> Any:

@@ -5,13 +5,13 @@ import pathlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from adapters import make_adapter
 
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
@@ -32,16 +32,20 @@ NUM_ROWS = 12
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with a job on real vLLM, in float32, one of its rows an error."""
+    """A folder with a job on real vLLM, in float32, half of its rows through a LoRA adapter, one of them an error."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("verified")
     lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")[: 3 * NUM_ROWS : 3]
-    rows: list[dict[str, Any]] = [{"prompt": json.loads(line)["prompt"]} for line in lines]
+    rows = [
+        {"prompt": json.loads(line)["prompt"], "adapter": "own" if number % 2 else None}
+        for number, line in enumerate(lines)
+    ]
     rows[4]["prompt"] = None
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = jobs.spec_of(
         folder,
-        input={"path": str(folder / "rows.jsonl"), "id_column": None},
+        model={"name": str(jobs.MODEL), "lora": {"own": str(make_adapter(folder / "own", 1))}},
+        input={"path": str(folder / "rows.jsonl"), "id_column": None, "adapter_column": "adapter"},
         sampling={"temperature": 1.0, "n": 2, "max_tokens": 10, "logprobs": 4, "prompt_logprobs": 0},
         parallel={"data_parallel_size": 1},
         engine={"max_model_len": 512, "max_num_seqs": 16},
@@ -137,7 +141,8 @@ def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance
         assert verify._tolerance(opened, state, Results(file.spec.output.path), dtype) == tolerance
 
 
-def test_the_seed_draws_the_rows(job: pathlib.Path) -> None:
+def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
+    # The rows' adapters exchanged in the input is another input; the reference without its adapter is another model.
     file = read_spec(job)
     good = verify.verify_job(file, num_rows=6, seed=3)
     again = verify.verify_job(file, num_rows=6, seed=3)
@@ -271,14 +276,6 @@ def test_tasks_that_are_not_verified(name: str) -> None:
 
 
 RERANK = {"rerank": {"query_column": "q", "document_column": "d"}}
-
-
-def test_a_job_with_adapters_is_not_verified(tmp_path: pathlib.Path) -> None:
-    spec = read_spec(jobs.spec_of(tmp_path)).spec
-    opened: Any = SimpleNamespace(spec=spec, adapters=("own",), task=task_of(spec), model=resolve(spec.model))
-    assert verify._why_unverified(opened) == "a job with LoRA adapters cannot be verified"
-    opened.adapters = ()
-    assert verify._why_unverified(opened) is None
 
 
 def embedding_job(model: pathlib.Path) -> JobSpec:
