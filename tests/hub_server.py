@@ -283,9 +283,10 @@ def listening() -> Iterator[Hub]:
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, given: Hub | None = None) -> Iterator[Hub]:
-    """A hub that this process uses instead of the real one, with an empty cache in `folder`. given: one that listens.
+    """A hub that this process uses instead of the real one, with an empty cache in `folder`.
 
-    A server forks jobs only if they have one environment, and so one hub: `given` forgets what is in it.
+    given: a hub that listens already, which is emptied first. The tests of a file share one, because a server forks
+    only jobs whose environment is the server's, and that has the address of the hub.
     """
     if given is None:
         with listening() as hub, serving(folder, monkeypatch, hub):

@@ -35,7 +35,7 @@ NOT_RUN = {
     ("docs/cluster.md", "ray job submit"): "needs the dashboard of Ray",
     ("docs/cluster.md", "ray start --head --port=6400"): "starts Ray on this host: tests/fleet/test_ray.py does it",
     ("docs/commands.md", "batchinf tune"): "minutes of trials; tests/tuning/test_tune.py runs them",
-    ("docs/commands.md", "batchinf export out/quickstart --to hf -o out/answers"): "needs the hub",
+    ("docs/commands.md", "batchinf export out/quickstart --to hf -o out/answers"): "uploads to the hub",
     ("docs/install.md", "python3 -m venv connected"): "downloads all; tests/test_install.py checks the options",
     ("docs/install.md", "python3 -m venv venv"): "installs everything; tests/test_install.py checks the options",
     ("docs/install.md", "hf download ORG/MODEL"): "downloads a model; tests/test_install.py checks the options",

@@ -6,6 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinf.base.stop_signals import is_interruption
+
 _SETTINGS: dict[str, str] = {
     "threads": "2",
     "autoinstall_known_extensions": "false",
@@ -50,8 +52,7 @@ def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
     try:
         yield
     except (duckdb.InterruptException, RuntimeError) as error:
-        # DuckDB raises this instead of a signal's KeyboardInterrupt.
-        if "interrupted" in str(error).lower():
+        if is_interruption(error):
             raise KeyboardInterrupt from None
         raise
     except duckdb.Error as error:

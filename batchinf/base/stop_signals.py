@@ -29,6 +29,9 @@ _TERM_END_S = 25.0
 # How long replicas may take beyond their drain to write their parts and end.
 ENDING_S = 10.0
 
+# DuckDB's errors in place of an interruption: of a signal, and of a connection that is told to stop.
+_WORDS_OF_DUCKDB = ("Query interrupted", "INTERRUPT Error")
+
 
 class _ThreadRequests(threading.local):
     """What asks the job of this thread to stop."""
@@ -55,10 +58,6 @@ _is_put_off = False
 def request_name(number: int) -> str:
     """The name of a request, for people."""
     return "request" if number == _EVENT else signal.Signals(number).name
-
-
-# What DuckDB says in place of an interruption, between its queries and within one.
-_WORDS_OF_DUCKDB = ("Query interrupted", "INTERRUPT Error")
 
 
 class StopAskedFor(KeyboardInterrupt):
@@ -213,7 +212,8 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
 
 def is_interruption(error: Exception) -> bool:
     """Whether a library, such as pydantic or DuckDB, has made an error of its own of an interruption, by its text."""
-    return any(words in str(error) for words in (StopAskedFor.__name__, *_WORDS_OF_DUCKDB))
+    words = str(error)
+    return StopAskedFor.__name__ in words or words.startswith(_WORDS_OF_DUCKDB)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The sample of rows, and what is said of their prompts' lengths."""
+"""Which rows are sampled, and what `validate` says of the lengths and the errors of their prompts."""
 
 import random
 
