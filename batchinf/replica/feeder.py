@@ -19,7 +19,7 @@ from batchinf.base.errors import RowError
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.images import RenderedPrompt
-from batchinf.records import Int64Array, Lease, Prompt, Request, Result
+from batchinf.records import Completion, Int64Array, Lease, Prompt, Request, Result
 from batchinf.replica.images import ImagePrompts, Render
 from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
@@ -129,6 +129,8 @@ _BYTES_A_TOKEN = 36
 # Requests put at once, or a few more, so that the engine's thread wakes once for them; fewer if they have images.
 _PUT_ITEMS = 64
 _PUT_BYTES = 8 << 20
+# A result that is an error, with its message.
+_ERROR_BYTES = 1 << 10
 _TRIAL_POLL_S = 0.01
 
 
@@ -144,13 +146,11 @@ class PendingRequest:
     image_bytes: int = 0
     """Of the tensors of images that the engine keeps until the request has finished."""
 
-
-@dataclass(frozen=True, slots=True)
-class FailedRow:
-    """The error results of a row that does not reach the engine."""
-
-    lease: OpenLease
-    results: tuple[Result, ...]
+    def result(self, completion: Completion | None, error: RowError | None = None) -> tuple[OpenLease, Result]:
+        """The request's result, whose text is not read yet, with its lease. error: in place of a completion."""
+        index = self.request.request_index
+        attempts = self.lease.lease.attempts
+        return self.lease, Result(self.prompt, index, self.num_requests, completion, None, error, attempts)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -161,7 +161,8 @@ class Feeder(threading.Thread):
     task: Task
     open_lease: Callable[[Lease], OpenLease]
     ready: ByteQueue[PendingRequest]
-    fail: Callable[[FailedRow], object]
+    finished: ByteQueue[tuple[OpenLease, Result]]
+    """Takes the errors of requests that do not reach the engine."""
     emit: Callable[[Event], None]
     track: Callable[[OpenLease], None]
     """Called with each lease that begins."""
@@ -341,7 +342,7 @@ class Feeder(threading.Thread):
         *,
         rendered: RenderedPrompt | None = None,
     ) -> Iterator[tuple[PendingRequest, int]]:
-        """Those of a row's requests that have no result yet, with their sizes in bytes. Stores errors as results.
+        """Those of a row's requests that have no result yet, with their sizes in bytes. An error is a result at once.
 
         requests: see `Task.requests`. of_row: the error that all requests of the row get.
         """
@@ -351,8 +352,7 @@ class Feeder(threading.Thread):
         num_bytes = (_BYTES_A_TOKEN * len(prompt.token_ids) + image_bytes) // number
         for part, request in requests:
             if (error := of_row or part.error) is not None:
-                index = request.request_index
-                failed.append(error_result(part, index, number, error, attempts=opened.lease.attempts))
+                failed.append((PendingRequest(request, part, number, opened).result(None, error), _ERROR_BYTES))
             elif not opened.is_done(request.row_index, request.request_index):
                 if self.attempt and request.seed is not None and part.line_seed is None:
                     request = replace(request, seed=seed_of(request.seed, request.row_index, self.attempt))
@@ -361,18 +361,4 @@ class Feeder(threading.Thread):
                 if rendered is not None:
                     request = replace(request, rendered=rendered.for_ids(request.prompt_token_ids))
                 yield PendingRequest(request, part, number, opened, image_bytes=image_bytes), num_bytes
-        if failed:
-            self.fail(FailedRow(opened, tuple(failed)))
-
-
-def error_result(prompt: Prompt, request_index: int, num_requests: int, error: RowError, *, attempts: int) -> Result:
-    """The result of a request that no engine runs."""
-    return Result(
-        prompt=prompt,
-        request_index=request_index,
-        num_requests=num_requests,
-        completion=None,
-        text=None,
-        error=error,
-        attempts=attempts,
-    )
+        self.finished.put_all(failed)

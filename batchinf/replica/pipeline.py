@@ -21,9 +21,9 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import Completion, Lease, Part
+from batchinf.records import Lease, Part, Result
 from batchinf.replica.answers import Detokenizer, answers_of
-from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
+from batchinf.replica.feeder import ByteQueue, Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
@@ -34,8 +34,6 @@ from batchinf.source.rows import Source
 from batchinf.spec.job import RULES_OF_ATTEMPTS
 from batchinf.tasks.base import Task
 
-# A row that fails before it reaches the engine, with its message.
-_FAILED_ROW_BYTES = 1 << 10
 # Bounds of the queue before the engine and of the queue before the writer.
 _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
@@ -100,7 +98,7 @@ class Pipeline:
         """The worker of an engine that is up."""
         info = engine.info
         ready: ByteQueue[PendingRequest] = ByteQueue(_num_ready(info.max_num_seqs), _READY_BYTES)
-        finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        finished: ByteQueue[tuple[OpenLease, Result]] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self._make_detokenizer()  # does nothing if a thread has begun
         writer = Writer(
             finished=finished,
@@ -118,7 +116,7 @@ class Pipeline:
             task=self.task,
             open_lease=self._open_lease,
             ready=ready,
-            fail=lambda row: finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))]),
+            finished=finished,
             emit=self.emit,
             track=writer.track,
             prompts=functools.partial(self.task.prompt_builder, self.tokenizer, info.vocab_size, self.begun_at),

@@ -20,10 +20,9 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Lease, Prompt, Request
+from batchinf.records import Completion, Lease, Prompt, Request, Result
 from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica import worker as worker_module
-from batchinf.replica.feeder import FailedRow, error_result
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
 from batchinf.replica.pipeline import Pipeline
@@ -586,7 +585,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     opened = one.feeder.open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
-    row, take = FailedRow(opened, (error_result(prompt, 0, 1, prompt.error, attempts=1),)), queue.take
+    row, take = (opened, Result(prompt, 0, 1, None, None, prompt.error, 1)), queue.take
     ending: list[threading.Thread] = []
 
     def take_and_end(*arguments: Any) -> list[Any]:
