@@ -32,7 +32,7 @@ from batchinf.source.formats.lines import OPENAI, JsonLines
 from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
 _CHAT_FLAGS = ("add_generation_prompt", "continue_final_message")
 # Given to the chat template as variables. A template without such a variable does not see them.
@@ -55,9 +55,12 @@ class RowRequest:
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
-    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+    """Beside a text that spells a placeholder: see `Placeholders.as_text`. Of a text that is too long, those of a piece
+    that is long enough to cut. None: the tokenizer makes them."""
     sampling: dict[str, Any] | None = field(default_factory=dict)
     """Fields of SamplingSpec by name, in place of the job's. None: columns have them; see `RowSampling`."""
+    own_sampling: SamplingSpec | None = None
+    """The job's sampling with the fields of a line. `PromptBuilder` sets it."""
     chat: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template by name."""
     is_chat: bool = False
@@ -74,7 +77,7 @@ class RowRequest:
     parts: "tuple[RowRequest, ...]" = ()
     """The requests of a line with several prompts, which has none of its own."""
     error: RowError | None = None
-    """Why a part has no prompt."""
+    """Why the row, or one of its parts, has no prompt."""
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
