@@ -48,7 +48,8 @@ class PromptBuilder:
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling, vocab_size)
-        self._adapter = RowAdapter(spec)
+        self._adapters = tuple(adapter_places(spec.model))
+        self._adapter_column = spec.input.adapter_column
         self._placeholders = self._renderer.placeholders(tokenizer)
         are_lines = spec.input.is_batch_file
         if are_lines:
@@ -57,9 +58,7 @@ class PromptBuilder:
             self._request_of: Callable[[Row], RowRequest] = lines.read
         else:
             self._request_of = functools.partial(self._renderer.read, placeholders=self._placeholders)
-        # Lines have their sampling already.
-        own: list[RowAdapter | RowSampling] = [self._adapter] if are_lines else [self._adapter, self._sampling]
-        self._of_rows = [of_rows for of_rows in own if of_rows.is_set]
+        self._are_lines = are_lines
         self._with_special = Encoder(tokenizer, adds_special_tokens=True)
         self._without_special = Encoder(tokenizer, adds_special_tokens=False)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
@@ -83,8 +82,9 @@ class PromptBuilder:
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns of the prompt, of the row's own sampling, of its adapter, and of the task."""
-        of_rows = (*self._sampling.columns, *self._adapter.columns)
-        return tuple(dict.fromkeys([*self._renderer.columns, *of_rows, *self.task_columns]))
+        adapter = [] if self._adapter_column is None else [self._adapter_column]
+        own = (*self._sampling.columns, *adapter, *self.task_columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *own]))
 
     @property
     def image_id(self) -> int | None:
@@ -102,10 +102,9 @@ class PromptBuilder:
         for row, request in zip(rows, requests, strict=True):
             parts = [self._finish(row, part, next(encoded), max_model_len) for part in request.parts or (request,)]
             prompts.append(self._of_parts(parts) if request.parts else parts[0])
-        prompts = self.with_own_values(rows, prompts)
-        for of_rows in self._of_rows:
-            prompts = of_rows.apply(rows, prompts)
-        return prompts
+        prompts = self.with_adapters(rows, self.with_own_values(rows, prompts))
+        # Lines have their sampling already.
+        return self._sampling.apply(rows, prompts) if self._sampling.is_set and not self._are_lines else prompts
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """The prompt of a line with several prompts. It has an error if all of them have one."""
@@ -154,6 +153,28 @@ class PromptBuilder:
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
         """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
         return prompts
+
+    def with_adapters(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of these rows with the names of their adapters. A prompt with an error keeps the error."""
+        if not self._adapters:
+            return prompts
+        if (column := self._adapter_column) is None:
+            [name] = self._adapters
+            return [replace(prompt, adapter=name) for prompt in prompts]
+        return [
+            prompt if prompt.error is not None else self._with_adapter(prompt, row.values.get(column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    def _with_adapter(self, prompt: Prompt, value: Any) -> Prompt:
+        if value is None:
+            return prompt
+        if isinstance(value, str) and value in self._adapters:
+            return replace(prompt, adapter=value)
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._adapter_column}'"
+        message = f"{got}; the adapters are: {list_names(sorted(self._adapters))}; null is the plain model"
+        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
     def outline(self, row: Row) -> "Outline":
         """The text and output length of a row, without tokenising its prompt."""
@@ -335,38 +356,6 @@ class Outline:
     """The prompt's text in UTF-8, or 4 bytes for each token id; None for an error row."""
     max_tokens: int | None
     """The most tokens of the output; None: as many as fit."""
-
-
-class RowAdapter:
-    """Row → the name of its adapter. columns: the input column that holds it, or none."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        self._names = tuple(adapter_places(spec.model))
-        self.is_set = bool(self._names)  # whether prompts have adapters
-        self._column = spec.input.adapter_column
-        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
-
-    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
-        if not self._names:
-            return list(prompts)
-        if self._column is None:
-            [name] = self._names
-            return [replace(prompt, adapter=name) for prompt in prompts]
-        return [
-            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-
-    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
-        if value is None:
-            return prompt
-        if isinstance(value, str) and value in self._names:
-            return replace(prompt, adapter=value)
-        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
-        got = f"got {shown} in column '{self._column}'"
-        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
-        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
 
 def _line_seed(request: RowRequest) -> int | None:

@@ -71,7 +71,7 @@ class RerankPrompts(PromptBuilder):
             request, inputs = read
             encodings = list(itertools.islice(encoded, len(inputs)))
             prompts.append(self._prompt(row, request, encodings, max_model_len))
-        return self._adapter.apply(rows, prompts)
+        return self.with_adapters(rows, prompts)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
