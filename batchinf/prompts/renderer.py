@@ -21,7 +21,7 @@ from batchinf.prompts.images import (
 from batchinf.prompts.openai.lines import COLUMNS, missing_columns
 from batchinf.prompts.openai.requests import RowRequest
 from batchinf.prompts.templates import RowTemplate, column_call
-from batchinf.prompts.tools import ToolsError, tools_of_row
+from batchinf.prompts.tools import tools_of_row
 from batchinf.records import Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
@@ -210,11 +210,7 @@ class Renderer:
         tools = self._own_tools(values)
         if tools is None:
             return None
-        where = self._input
-        try:
-            return tools_of_row(tools, where.tool_choice, are_parallel=where.parallel_tool_calls)
-        except ToolsError as error:
-            raise RowFailed("invalid_tools", str(error)) from error
+        return tools_of_row(tools, self._input.tool_choice, are_parallel=self._input.parallel_tool_calls)
 
     def _conversation(self, values: Mapping[str, object]) -> list[Message]:
         """The row's conversation, before the chat template."""

@@ -26,7 +26,7 @@ from batchinf.prompts.openai.lines import (
     take_truncation,
     unsupported,
 )
-from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
+from batchinf.prompts.tools import tools_of_line
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OPENAI, JsonLines
 from batchinf.source.rows import Row
@@ -135,15 +135,14 @@ class BatchReader(BodyReader[RowRequest]):
         form = {"url": CHAT_URL} | _form(body)
         if self._takes_images:
             _refuse_options_of_images(body)
-        line = self._tools(body)
+        rendered, tools = tools_of_line(body, has_parser=self._parses_calls)
         truncation = take_truncation(body)
         prompt = {**self._messages(body), "truncation": truncation}
         sampling = self._take_sampling(body, CHAT_URL)
-        if line is None:
-            return RowRequest(**prompt, sampling=sampling, form=json.dumps(form))
-        prompt["chat"]["tools"] = line.rendered
-        self._check_choice(line.tools, sampling)
-        return RowRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
+        if rendered:
+            prompt["chat"]["tools"] = rendered
+        self._check_choice(tools, sampling)
+        return RowRequest(**prompt, sampling=sampling, tools=tools, form=json.dumps(form))
 
     def _completion(self, body: dict[str, Any]) -> RowRequest:
         form = {"url": COMPLETIONS_URL} | _form(body)
@@ -163,12 +162,6 @@ class BatchReader(BodyReader[RowRequest]):
             RowRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form)) for prompt in prompts
         )
         return requests[0] if number == 1 else replace(requests[0], text=None, token_ids=None, parts=requests)
-
-    def _tools(self, body: dict[str, Any]) -> LineTools | None:
-        try:
-            return tools_of_line(body, has_parser=self._parses_calls)
-        except ToolsError as error:
-            raise unsupported(str(error)) from None
 
     def _check_choice(self, tools: Tools | None, sampling: Mapping[str, Any]) -> None:
         """Raise RowFailed for a forced call in a text that must follow a structure."""
