@@ -1,8 +1,7 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.lines import BodyReader
-from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, RowRequest
+from batchinf.prompts.openai.requests import BatchReader, RowRequest
 from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Prompt
@@ -46,18 +45,12 @@ class PromptBuilder:
         output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a
         `BatchReader`.
         """
-        self._renderer = Renderer(spec, tokenizer, begun_at)
+        are_lines = spec.input.is_batch_file
+        self._renderer = Renderer(spec, tokenizer, begun_at, (reader or BatchReader(spec)) if are_lines else None)
         self._sampling = RowSampling(spec.sampling, vocab_size)
         self._adapters = tuple(adapter_places(spec.model))
         self._adapter_column = spec.input.adapter_column
         self._placeholders = self._renderer.placeholders(tokenizer)
-        are_lines = spec.input.is_batch_file
-        if are_lines:
-            reader = reader or BatchReader(spec)
-            lines = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
-            self._request_of: Callable[[Row], RowRequest] = lines.read
-        else:
-            self._request_of = functools.partial(self._renderer.read, placeholders=self._placeholders)
         self._are_lines = are_lines
         self._with_special = Encoder(tokenizer, adds_special_tokens=True)
         self._without_special = Encoder(tokenizer, adds_special_tokens=False)
@@ -214,7 +207,7 @@ class PromptBuilder:
     def _request(self, row: Row, max_model_len: int | None) -> RowRequest:
         """The row's request, with its ids or its error if its text is not to be encoded."""
         try:
-            request = self._request_of(row)
+            request = self._renderer.read(row, self._placeholders)
         except RowFailed as failed:
             return RowRequest(error=failed.error)
         own = None if request.sampling is None else self._sampling.with_values(request.sampling)

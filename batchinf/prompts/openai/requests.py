@@ -1,15 +1,12 @@
 """Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
-import contextlib
-import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchinf.base.errors import RowError, RowFailed, SpecError
-from batchinf.prompts.chat import ChatTemplate, Message, read_messages
-from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
+from batchinf.base.errors import RowError, SpecError
+from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -29,7 +26,6 @@ from batchinf.prompts.openai.lines import (
 from batchinf.prompts.tools import tools_of_line
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OPENAI, JsonLines
-from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
@@ -331,64 +327,3 @@ def _structure(response_format: object) -> dict[str, Any] | None:
         return {"json": schema["schema"]}
     allowed = "text, json_object, structural_tag, or json_schema with its schema"
     raise unsupported(f"body.response_format: got {show(kind or response_format)}; must be {allowed}")
-
-
-class BatchPrompts:
-    """Lines of a batch file → prompts, with the job's chat template and system prompt."""
-
-    def __init__(
-        self,
-        spec: JobSpec,
-        tokenizer: Any,
-        begun_at: str | None,
-        *,
-        reader: BodyReader[RowRequest],
-        placeholders: Placeholders | None = None,
-    ) -> None:
-        """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
-
-        placeholders: see `Renderer.placeholders`.
-        """
-        self._placeholders = placeholders
-        self._reader = reader
-        self._system_prompt = spec.input.system_prompt
-        self._takes_images = spec.input.has_images and reader.takes_images
-        self._chat: ChatTemplate | None = None
-        # Without a chat template, each conversation becomes an error row.
-        with contextlib.suppress(ValueError):
-            self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
-
-    def read(self, row: Row) -> RowRequest:
-        """The request of a row, with its messages as text. Raises RowFailed, but not for one of several parts."""
-        request = self._rendered(self._reader.read_row(row))
-        return replace(request, parts=tuple(map(self._part, request.parts))) if request.parts else request
-
-    def _part(self, part: RowRequest) -> RowRequest:
-        try:
-            return self._rendered(part)
-        except RowFailed as failed:
-            return replace(part, error=failed.error)
-
-    def _rendered(self, request: RowRequest) -> RowRequest:
-        """The request with its messages as text. Raises RowFailed."""
-        if request.messages is None:
-            return request
-        messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        render = functools.partial(self._render, request)
-        text, ids, images = render_conversation(messages, (), render, self._placeholders)
-        if images and request.truncation is not None:
-            # vLLM counts all tokens of images, too, and refuses to cut them.
-            hint = "whose images it could cut off: leave it out, and shorten the text"
-            raise unsupported(f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
-        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
-
-    def _render(self, request: RowRequest, messages: list[Message]) -> str:
-        if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        if self._chat is None:
-            raise RowFailed("template_error", "the model has no chat template; give one as input.chat_template")
-        options = dict(request.chat)
-        options |= options.pop("chat_template_kwargs", {})
-        if options.get("continue_final_message") and "add_generation_prompt" not in options:
-            options["add_generation_prompt"] = False
-        return self._chat.render(messages, **options)
