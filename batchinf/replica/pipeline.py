@@ -23,7 +23,8 @@ from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Lease, Part, Result
 from batchinf.replica.answers import Detokenizer, answers_of
-from batchinf.replica.feeder import ByteQueue, Feeder, PendingRequest
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event

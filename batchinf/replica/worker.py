@@ -12,7 +12,8 @@ from batchinf.base.errors import EngineDeadError, RowFailed
 from batchinf.engines.protocol import Engine
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Request, Result
-from batchinf.replica.feeder import ByteQueue, Feeder, PendingRequest
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import Feeder, PendingRequest
 from batchinf.replica.images import IMAGE_BYTES
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress

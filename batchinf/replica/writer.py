@@ -18,7 +18,7 @@ from batchinf.output.counts import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Part, Result
 from batchinf.replica.answers import Answers
-from batchinf.replica.feeder import ByteQueue
+from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.messages import Event, Key, LeaseDone
 from batchinf.tasks.base import Task
 
