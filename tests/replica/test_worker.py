@@ -296,8 +296,8 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert {row["error_type"] for row in bad} == {"invalid_request"}
     assert "row 3 is not to my taste" in bad[0]["error_message"]
     assert all(row["text"] is None and row["token_ids"] is None for row in bad)
-    assert sum(one.worker.progress().errors.values()) == 4
-    assert one.worker.progress().num_rows == 40
+    progress = one.worker.progress()
+    assert (sum(progress.errors.values()), progress.num_rows, progress.num_answered) == (4, 40, 36)
     assert not one.worker._entries  # nothing is held of rows that are over
 
 
@@ -376,6 +376,7 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
     assert [row["error_type"] is None for row in one.rows()] == [True, False, False, False]
     assert all(row["error_message"] for row in one.rows()[1:])
     assert one.engine.added == [(0, 0)]
+    assert (one.worker.progress().num_rows, one.worker.progress().num_answered) == (4, 1)
 
 
 def test_admission_waits_for_the_disk(
