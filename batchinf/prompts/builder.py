@@ -46,7 +46,8 @@ class PromptBuilder:
         `BatchReader`.
         """
         are_lines = spec.input.is_batch_file
-        self._renderer = Renderer(spec, tokenizer, begun_at, (reader or BatchReader(spec)) if are_lines else None)
+        lines = (reader or BatchReader(spec)) if are_lines else None
+        self._renderer = Renderer(spec, tokenizer, begun_at, lines=lines)
         self._sampling = RowSampling(spec.sampling, vocab_size)
         self._adapters = tuple(adapter_places(spec.model))
         self._adapter_column = spec.input.adapter_column

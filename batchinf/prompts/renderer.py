@@ -97,6 +97,7 @@ class Renderer:
         spec: JobSpec,
         tokenizer: Any = None,
         begun_at: str | None = None,
+        *,
         lines: BodyReader[RowRequest] | None = None,
     ) -> None:
         """Compile the templates. Raises SpecError, with the template's line.
