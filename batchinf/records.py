@@ -236,7 +236,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished request, ready to be stored: a completion with its text, or an error.
+    """One finished request: a completion or an error, and what the writer reads in the completion.
 
     A row is finished when it has `num_requests` results.
     """

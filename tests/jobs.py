@@ -33,6 +33,7 @@ from batchinf.base.errors import RowFailed
 from batchinf.base.storage import Folder
 from batchinf.manifest.events import read_events
 from batchinf.manifest.state import State, read_state
+from batchinf.records import Completion, Prompt, Result
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
@@ -55,6 +56,11 @@ environment = dict(os.environ)  # of the servers, without variables of single te
 # cv2, vLLM's engine, lm_eval and Ray set these in the process that uses them. Processes that tests start do not
 # inherit them: a server forks no process whose libraries would read other variables than its own.
 SET_BY_LIBRARIES = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONBREAKPOINT")
+
+
+def unread(completion: Completion) -> Result:
+    """The result of a completion whose text is not read yet."""
+    return Result(Prompt(completion.request.row_index, [1], None, None), 0, 1, completion, None, None, 1)
 
 
 def prompts() -> pathlib.Path:

@@ -1,8 +1,7 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.lines import BodyReader
-from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, RowRequest
+from batchinf.prompts.openai.requests import BatchReader, RowRequest
 from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Prompt
@@ -21,7 +20,6 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
-_NO_REQUEST = RowRequest()
 # By `input.on_overlong`, the side of a prompt that is cut.
 _SIDES: dict[str, Side] = {"truncate_left": "left", "truncate_right": "right"}
 _SHOWN_CHARS = 60
@@ -47,20 +45,14 @@ class PromptBuilder:
         output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a
         `BatchReader`.
         """
-        self._renderer = Renderer(spec, tokenizer, begun_at)
-        self._sampling = RowSampling(spec.sampling, vocab_size)
-        self._adapter = RowAdapter(spec)
-        self._placeholders = self._renderer.placeholders(tokenizer)
         are_lines = spec.input.is_batch_file
-        if are_lines:
-            reader = reader or BatchReader(spec)
-            lines = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
-            self._request_of: Callable[[Row], RowRequest] = lines.read
-        else:
-            self._request_of = functools.partial(self._renderer.read, placeholders=self._placeholders)
-        # Lines have their sampling already.
-        own: list[RowAdapter | RowSampling] = [self._adapter] if are_lines else [self._adapter, self._sampling]
-        self._of_rows = [of_rows for of_rows in own if of_rows.is_set]
+        lines = (reader or BatchReader(spec)) if are_lines else None
+        self._renderer = Renderer(spec, tokenizer, begun_at, lines=lines)
+        self._sampling = RowSampling(spec.sampling, vocab_size)
+        self._adapters = tuple(adapter_places(spec.model))
+        self._adapter_column = spec.input.adapter_column
+        self._placeholders = self._renderer.placeholders(tokenizer)
+        self._are_lines = are_lines
         self._with_special = Encoder(tokenizer, adds_special_tokens=True)
         self._without_special = Encoder(tokenizer, adds_special_tokens=False)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
@@ -84,8 +76,9 @@ class PromptBuilder:
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns of the prompt, of the row's own sampling, of its adapter, and of the task."""
-        of_rows = (*self._sampling.columns, *self._adapter.columns)
-        return tuple(dict.fromkeys([*self._renderer.columns, *of_rows, *self.task_columns]))
+        adapter = [] if self._adapter_column is None else [self._adapter_column]
+        own = (*self._sampling.columns, *adapter, *self.task_columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *own]))
 
     @property
     def image_id(self) -> int | None:
@@ -97,16 +90,15 @@ class PromptBuilder:
 
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
-        drafts = [self._draft(row, max_model_len) for row in rows]
-        encoded = self._encoded([part for draft in drafts for part in draft.parts or (draft,)])
+        requests = [self._request(row, max_model_len) for row in rows]
+        encoded = self._encoded([part for request in requests for part in request.parts or (request,)])
         prompts = []
-        for row, draft in zip(rows, drafts, strict=True):
-            parts = [self._finish(row, part, next(encoded), max_model_len) for part in draft.parts or (draft,)]
-            prompts.append(self._of_parts(parts) if draft.parts else parts[0])
-        prompts = self.with_own_values(rows, prompts)
-        for of_rows in self._of_rows:
-            prompts = of_rows.apply(rows, prompts)
-        return prompts
+        for row, request in zip(rows, requests, strict=True):
+            parts = [self._finish(row, part, next(encoded), max_model_len) for part in request.parts or (request,)]
+            prompts.append(self._of_parts(parts) if request.parts else parts[0])
+        prompts = self.with_adapters(rows, self.with_own_values(rows, prompts))
+        # Lines have their sampling already.
+        return self._sampling.apply(rows, prompts) if self._sampling.is_set and not self._are_lines else prompts
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """The prompt of a line with several prompts. It has an error if all of them have one."""
@@ -128,13 +120,21 @@ class PromptBuilder:
             **fields,
         )
 
-    def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
-        """The ids or the error of each draft, in order. All texts are encoded together."""
-        encoded = self._ids_of([(draft.text or "", draft.encoder) for draft in drafts if draft.encoder is not None])
-        for draft in drafts:
-            ids = draft.ids if draft.encoder is None else next(encoded)
-            assert ids is not None
-            yield ids
+    def _encoded(self, requests: Sequence[RowRequest]) -> Iterator[list[int] | RowError]:
+        """The ids or the error of each request, in order. All texts are encoded together."""
+        encoders = [self._encoder_for(request) for request in requests]
+        encoded = self._ids_of(
+            [(it.text or "", of) for it, of in zip(requests, encoders, strict=True) if of is not None]
+        )
+        for request, encoder in zip(requests, encoders, strict=True):
+            yield next(encoded) if encoder is not None else request.error or request.token_ids or []
+
+    def _encoder_for(self, request: RowRequest) -> Encoder | None:
+        """The encoder of a request's text; None if it has ids already, or an error."""
+        if request.error is not None or request.token_ids is not None:
+            return None
+        adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
+        return self._with_special if adds else self._without_special
 
     def _ids_of(self, texts: Sequence[tuple[str, Encoder]]) -> Iterator[list[int] | RowError]:
         """The ids or the error of each text, in order. The texts of an encoder are encoded together."""
@@ -148,17 +148,39 @@ class PromptBuilder:
         """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
         return prompts
 
+    def with_adapters(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of these rows with the names of their adapters. A prompt with an error keeps the error."""
+        if not self._adapters:
+            return prompts
+        if (column := self._adapter_column) is None:
+            [name] = self._adapters
+            return [replace(prompt, adapter=name) for prompt in prompts]
+        return [
+            prompt if prompt.error is not None else self._with_adapter(prompt, row.values.get(column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    def _with_adapter(self, prompt: Prompt, value: Any) -> Prompt:
+        if value is None:
+            return prompt
+        if isinstance(value, str) and value in self._adapters:
+            return replace(prompt, adapter=value)
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._adapter_column}'"
+        message = f"{got}; the adapters are: {list_names(sorted(self._adapters))}; null is the plain model"
+        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
+
     def outline(self, row: Row) -> "Outline":
         """The text and output length of a row, without tokenising its prompt."""
-        draft = self._draft(row, None)
-        sampling = draft.sampling or self._sampling.of(row.values)
+        request = self._request(row, None)
+        sampling = request.own_sampling or self._sampling.of(row.values)
         most = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
-        if isinstance(draft.ids, RowError) or isinstance(sampling, RowError):
+        if request.error is not None or isinstance(sampling, RowError):
             return Outline(None, most)
-        if draft.ids is None:
-            return Outline((draft.text or "").encode(), most)
+        if request.token_ids is None:
+            return Outline((request.text or "").encode(), most)
         # The mask keeps invalid ids from overflowing here. They become error rows when the prompt is built.
-        return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in draft.ids), most)
+        return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in request.token_ids), most)
 
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
         """Whether a row's prompt and output take at most `num_tokens`. False: not known without tokenising the prompt.
@@ -172,51 +194,51 @@ class PromptBuilder:
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, with special tokens, for people to read."""
-        draft = self._draft(row, None)
-        if isinstance(draft.ids, RowError):
-            return draft.ids
-        if draft.encoder is None or draft.text is None:
-            return show(self._tokenizer, (draft.ids or [])[:num_chars])[:num_chars]
-        beginning = draft.text[:num_chars]
-        ids = draft.encoder.encode_one(beginning)
+        request = self._request(row, None)
+        if request.error is not None:
+            return request.error
+        text = request.text or ""
+        if (encoder := self._encoder_for(request)) is None:
+            return show(self._tokenizer, (request.token_ids or [])[:num_chars])[:num_chars]
+        beginning = text[:num_chars]
+        ids = encoder.encode_one(beginning)
         shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
-        return shown if len(draft.text) <= num_chars else f"{shown}… ({len(draft.text):,} characters)"
+        return shown if len(text) <= num_chars else f"{shown}… ({len(text):,} characters)"
 
-    def _draft(self, row: Row, max_model_len: int | None) -> "Draft":
-        """The row's text, or its ids or error if it needs no encoding."""
+    def _request(self, row: Row, max_model_len: int | None) -> RowRequest:
+        """The row's request, with its ids or its error if its text is not to be encoded."""
         try:
-            request = self._request_of(row)
+            request = self._renderer.read(row, self._placeholders)
         except RowFailed as failed:
-            return Draft(None, failed.error)
-        sampling = None if request.sampling is None else self._sampling.with_values(request.sampling)
-        if isinstance(sampling, RowError):
-            return Draft(request.text, sampling, request=request)
-        parts = [self._part_draft(part, sampling, max_model_len) for part in request.parts or (request,)]
-        return self._of_drafts(parts) if request.parts else parts[0]
+            return RowRequest(error=failed.error)
+        own = None if request.sampling is None else self._sampling.with_values(request.sampling)
+        if isinstance(own, RowError):
+            return replace(request, error=own, parts=())
+        parts = [self._checked(part, own, max_model_len) for part in request.parts or (request,)]
+        return self._of_requests(parts) if request.parts else parts[0]
 
-    def _of_drafts(self, parts: "Sequence[Draft]") -> "Draft":
+    def _of_requests(self, parts: Sequence[RowRequest]) -> RowRequest:
         """The prompts of a line as one text or list of ids, for outlines and previews."""
-        if all(part.encoder is None for part in parts):
-            ids = [token_id for part in parts if isinstance(part.ids, list) for token_id in part.ids]
-            return replace(parts[0], ids=ids, parts=tuple(parts))
+        if all(self._encoder_for(part) is None for part in parts):
+            ids = [token_id for part in parts for token_id in part.token_ids or ()]
+            return replace(parts[0], token_ids=ids, error=None, parts=tuple(parts))
         return replace(parts[0], text="\n".join(part.text or "" for part in parts), parts=tuple(parts))
 
-    def _part_draft(self, request: RowRequest, sampling: SamplingSpec | None, max_model_len: int | None) -> "Draft":
-        """A draft of one prompt of a row."""
-        if request.error is not None:
-            return Draft(None, request.error, request=request)
-        if request.token_ids is not None:
-            return Draft(request.text, request.token_ids, sampling=sampling, request=request)
-        adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
-        encoder = self._with_special if adds else self._without_special
-        # A text that is cut is not too long.
-        most = None if request.truncation is not None else max_model_len
+    def _checked(self, request: RowRequest, own: SamplingSpec | None, max_model_len: int | None) -> RowRequest:
+        """The request of one prompt, with its sampling, and with the ids of a text that is too long, or its error."""
+        if own is not None:
+            request = replace(request, own_sampling=own)
+        if (encoder := self._encoder_for(request)) is None:
+            return request
         try:
             text = check_text(request.text or "")
-            ids = None if most is None else self._ids_of_long(text, encoder, most)
+            # A text that is cut is not too long.
+            if max_model_len is None or request.truncation is not None:
+                return request
+            ids = self._ids_of_long(text, encoder, max_model_len)
         except RowFailed as failed:
-            return Draft(None, failed.error, sampling=sampling, request=request)
-        return Draft(text, ids, encoder if ids is None else None, sampling=sampling, request=request)
+            return replace(request, text=None, error=failed.error)
+        return request if ids is None else replace(request, token_ids=ids)
 
     def _ids_of_long(self, text: str, encoder: Encoder, max_model_len: int) -> list[int] | None:
         """The ids of a piece of a text that is too long, so that the rest is not tokenised; None of another text.
@@ -234,40 +256,33 @@ class PromptBuilder:
             raise self._too_long(got, max_model_len)
         return ids
 
-    def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
-        request = draft.request
-        text = draft.text if self._keeps_text else None
+    def _finish(self, row: Row, request: RowRequest, ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+        sampling = request.own_sampling
+        text = request.text if self._keeps_text else None
         try:
             if isinstance(ids, RowError):
                 raise RowFailed(ids.error_type, ids.error_message)
-            kept = self._cut_to_fit(row, draft, ids, max_model_len)
+            kept = self._cut_to_fit(row, request, ids, max_model_len)
             self._check_ids(kept, max_model_len)
             self.check_places(kept, len(request.images))
         except RowFailed as failed:
-            return Prompt(row.row_index, [], text, failed.error, sampling=draft.sampling, request=request.form)
+            return Prompt(row.row_index, [], text, failed.error, sampling=sampling, request=request.form)
         return Prompt(
             row.row_index,
             kept,
             text,
             None,
-            sampling=draft.sampling,
+            sampling=sampling,
             is_truncated=kept is not ids,
             has_second_bos=begins_with_two(kept, self._bos),
             dimensions=request.dimensions,
             request=request.form,
-            line_seed=self._line_seed(draft),
+            line_seed=_line_seed(request),
             tools=request.tools,
             template_kwargs=_template_kwargs(request.chat),
             image_sources=request.images,
             image_digests=self.digests_before(request.images),
         )
-
-    def _line_seed(self, draft: "Draft") -> int | None:
-        """The seed that a line of a batch file gives; None without one, and for -1, which is vLLM's word for none."""
-        given = None if draft.request.sampling is None else draft.request.sampling.get("seed")
-        if draft.sampling is None or given in (None, -1):
-            return None
-        return draft.sampling.seed
 
     def digests_before(self, images: Sequence[ImageSource]) -> tuple[str, ...] | None:
         """`Prompt.image_digests` of a prompt whose images are not loaded: none of no images."""
@@ -281,15 +296,16 @@ class PromptBuilder:
         if self._placeholders is not None and (num_images or self._has_places_in_text):
             self._placeholders.check(token_ids, num_images)
 
-    def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int]:
+    def _cut_to_fit(self, row: Row, request: RowRequest, ids: list[int], max_model_len: int | None) -> list[int]:
         """The ids, cut if the row's line or the spec wants that. Raises RowFailed."""
-        if (wanted := draft.request.truncation) is not None:
+        if (wanted := request.truncation) is not None:
             room = None if max_model_len is None else max_model_len - self._output_room
-            return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side=self._side_of_lines)
+            encoder = self._encoder_for(request)
+            return wanted.cut(ids, encoder, most=max_model_len, room=room, default_side=self._side_of_lines)
         # A conversation is not cut: it would lose its instructions or the assistant's header.
-        if self._side is None or max_model_len is None or draft.request.is_chat:
+        if self._side is None or max_model_len is None or request.is_chat:
             return ids
-        sampling = draft.sampling or self._sampling.of(row.values)
+        sampling = request.own_sampling or self._sampling.of(row.values)
         room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
         return self._cut(ids, max_model_len, room or self._output_room, self._side)
 
@@ -336,53 +352,10 @@ class Outline:
     """The most tokens of the output; None: as many as fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt before its batch is encoded."""
-
-    text: str | None
-    ids: list[int] | RowError | None
-    """The row's ids or error; of a text that is too long, those of a piece that is long enough to cut."""
-    encoder: Encoder | None = None
-    """Encodes `text`; None: `ids` is set."""
-    sampling: SamplingSpec | None = None
-    """The row's own, from a line of a batch file."""
-    request: RowRequest = _NO_REQUEST
-    """The row's; of a row that cannot be read, one without fields."""
-    parts: "tuple[Draft, ...]" = ()
-    """Of a line with several prompts."""
-
-
-class RowAdapter:
-    """Row → the name of its adapter. columns: the input column that holds it, or none."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        self._names = tuple(adapter_places(spec.model))
-        self.is_set = bool(self._names)  # whether prompts have adapters
-        self._column = spec.input.adapter_column
-        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
-
-    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
-        if not self._names:
-            return list(prompts)
-        if self._column is None:
-            [name] = self._names
-            return [replace(prompt, adapter=name) for prompt in prompts]
-        return [
-            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-
-    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
-        if value is None:
-            return prompt
-        if isinstance(value, str) and value in self._names:
-            return replace(prompt, adapter=value)
-        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
-        got = f"got {shown} in column '{self._column}'"
-        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
-        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
+def _line_seed(request: RowRequest) -> int | None:
+    """The seed that a line of a batch file gives; None without one, and for -1, which is vLLM's word for none."""
+    given = (request.sampling or {}).get("seed")
+    return None if request.own_sampling is None or given in (None, -1) else request.own_sampling.seed
 
 
 def _template_kwargs(chat: Mapping[str, Any]) -> str | None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from batchinf.base.errors import RowFailed, SpecError
@@ -18,10 +20,10 @@ from batchinf.prompts.images import (
     images_of,
     render_conversation,
 )
-from batchinf.prompts.openai.lines import COLUMNS, missing_columns
+from batchinf.prompts.openai.lines import COLUMNS, BodyReader, missing_columns, unsupported
 from batchinf.prompts.openai.requests import RowRequest
 from batchinf.prompts.templates import RowTemplate, column_call
-from batchinf.prompts.tools import ToolsError, tools_of_row
+from batchinf.prompts.tools import tools_of_row
 from batchinf.records import Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
@@ -85,16 +87,23 @@ def _other_reason(path: str, name: str, names: Sequence[str]) -> str:
 
 
 class Renderer:
-    """Row → text, or token ids if a column holds them.
+    """Row → its request, with text, or token ids if the row has them.
 
     named_columns: pairs of a spec field and the input column that it names, for all columns of the prompt.
     """
 
-    def __init__(self, spec: JobSpec, tokenizer: Any = None, begun_at: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        tokenizer: Any = None,
+        begun_at: str | None = None,
+        *,
+        lines: BodyReader[RowRequest] | None = None,
+    ) -> None:
         """Compile the templates. Raises SpecError, with the template's line.
 
         tokenizer: applies the chat template and counts tokens for `truncate_tokens`. Without one, only the columns and
-        plain templates can be used. begun_at: see `ChatTemplate`.
+        plain templates can be used. begun_at: see `ChatTemplate`. lines: reads rows that are lines of a batch file.
         """
         self._input = where = spec.input
         self._column = spec.prompt_column
@@ -108,7 +117,15 @@ class Renderer:
         self.needs_images = refuses and bool(self.image_columns)
         self._is_chat = where.is_chat
         self._parses_calls = spec.model.tool_parser is not None
-        self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
+        self._lines = lines
+        self._chat: ChatTemplate | None = None
+        self._takes_images = where.has_images and (lines is None or lines.takes_images)
+        if tokenizer is not None and self._is_chat:
+            self._chat = ChatTemplate(where, tokenizer, begun_at)
+        elif tokenizer is not None and lines is not None:
+            # Without a chat template, each conversation becomes an error row.
+            with contextlib.suppress(ValueError):
+                self._chat = ChatTemplate(where, tokenizer, begun_at)
 
     def _template_columns(self) -> tuple[tuple[str, str], ...]:
         named = tuple((field, column) for field, template in self._templates.items() for column in template.columns)
@@ -157,10 +174,14 @@ class Renderer:
         return check_text(self._chat.render(messages, **({} if tools is None else {"tools": tools})))
 
     def read(self, row: Row, placeholders: Placeholders | None) -> RowRequest:
-        """The request of a row that is no line. Its token ids are not yet checked. Raises RowFailed.
+        """The request of a row. Its token ids are not yet checked. Raises RowFailed, but not for one of several parts.
 
         placeholders: see `Renderer.placeholders`.
         """
+        if self._lines is not None:
+            line = self._rendered(self._lines.read_row(row), placeholders)
+            parts = tuple(self._part(part, placeholders) for part in line.parts)
+            return replace(line, parts=parts) if parts else line
         if row.error is not None:
             raise RowFailed("unreadable", row.error)
         if self.needs_images and len(empty_columns(row.values, self.image_columns)) == len(self.image_columns):
@@ -183,6 +204,37 @@ class Renderer:
             ids = take_list(values, column, "token ids", kind=int)
             return RowRequest(token_ids=ids, images=images, sampling=None)
         return RowRequest(text=check_text(self._text(values)), images=images, sampling=None)
+
+    def _part(self, part: RowRequest, placeholders: Placeholders | None) -> RowRequest:
+        try:
+            return self._rendered(part, placeholders)
+        except RowFailed as failed:
+            return replace(part, error=failed.error)
+
+    def _rendered(self, line: RowRequest, placeholders: Placeholders | None) -> RowRequest:
+        """The request of a line with its messages as text. Raises RowFailed."""
+        if line.messages is None:
+            return line
+        messages = read_messages(line.messages, "body.messages", takes_images=self._takes_images)
+        text, ids, images = render_conversation(messages, (), functools.partial(self._line_text, line), placeholders)
+        if images and line.truncation is not None:
+            # vLLM counts all tokens of images, too, and refuses to cut them.
+            hint = "whose images it could cut off: leave it out, and shorten the text"
+            raise unsupported(f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
+        return replace(line, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
+
+    def _line_text(self, line: RowRequest, messages: list[Message]) -> str:
+        """The text of a line's conversation, with the job's system prompt if it has none of its own."""
+        system = self._input.system_prompt
+        if system is not None and not any(it["role"] in ("system", "developer") for it in messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        if self._chat is None:
+            raise RowFailed("template_error", "the model has no chat template; give one as input.chat_template")
+        options = dict(line.chat)
+        options |= options.pop("chat_template_kwargs", {})
+        if options.get("continue_final_message") and "add_generation_prompt" not in options:
+            options["add_generation_prompt"] = False
+        return self._chat.render(messages, **options)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
@@ -210,11 +262,7 @@ class Renderer:
         tools = self._own_tools(values)
         if tools is None:
             return None
-        where = self._input
-        try:
-            return tools_of_row(tools, where.tool_choice, are_parallel=where.parallel_tool_calls)
-        except ToolsError as error:
-            raise RowFailed("invalid_tools", str(error)) from error
+        return tools_of_row(tools, self._input.tool_choice, are_parallel=self._input.parallel_tool_calls)
 
     def _conversation(self, values: Mapping[str, object]) -> list[Message]:
         """The row's conversation, before the chat template."""
@@ -229,7 +277,7 @@ class Renderer:
 
     def _messages(self, values: Mapping[str, object]) -> list[Message]:
         if (column := self._input.messages_column) is not None:
-            return read_messages(take(values, column), f"column '{column}'", takes_images=self._input.has_images)
+            return read_messages(take(values, column), f"column '{column}'", takes_images=self._takes_images)
         if self._input.messages is not None:
             return self._filled(self._input.messages, values)
         # The chat template's text is checked for invalid Unicode.

@@ -2,14 +2,14 @@
 
 import json
 import pathlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import RowFailed, SpecError
 from batchinf.base.text import clip, name_type
 from batchinf.model.model import Model
 from batchinf.prompts.chat import own_templates
+from batchinf.prompts.openai.lines import unsupported
 from batchinf.records import Tools
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.tools import as_served, objection_to
@@ -20,90 +20,80 @@ _NO_PARSER = (
 )
 
 
-class ToolsError(Exception):
-    """The message begins with the field of the body, or says what is wrong with the tools of a row."""
+def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> tuple[list[dict[str, Any]], Tools | None]:
+    """The tools of a body, whose fields are taken out, for the chat template, and those that the model may call.
 
-
-@dataclass(frozen=True, slots=True)
-class LineTools:
-    """What a line of a batch file says about tools."""
-
-    rendered: list[dict[str, Any]]
-    """For the chat template, as vLLM's server gives them."""
-    tools: Tools | None
-    """None if the model may call none of them."""
-
-
-def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> LineTools | None:
-    """The tools of a body, whose fields are taken out; None without any.
-
-    has_parser: whether the job can parse calls. Raises ToolsError.
+    has_parser: whether the job can parse calls. Raises RowFailed.
     """
     fields = ("tools", "tool_choice", "parallel_tool_calls")
     given = {name: body.pop(name) for name in fields if name in body}
     are_parallel = given.get("parallel_tool_calls", True)
     if not isinstance(are_parallel, bool):
-        raise ToolsError(f"body.parallel_tool_calls: got {name_type(are_parallel)}; must be true or false")
+        raise unsupported(f"body.parallel_tool_calls: got {name_type(are_parallel)}; must be true or false")
     rendered = _rendered(given.get("tools", []))
     choice = given.get("tool_choice", "auto")
     if not rendered:
         if choice not in ("none", "auto"):
-            raise ToolsError(f"body.tool_choice: got {clip(json.dumps(choice))}, but there are no tools")
-        return None
-    kind, name = _choice(choice, rendered, "body.tool_choice")
+            raise unsupported(f"body.tool_choice: got {clip(json.dumps(choice))}, but there are no tools")
+        return [], None
+    kind, name = _choice(choice, rendered, "body.tool_choice", unsupported)
     if kind == "none":
-        return LineTools(rendered, None)
+        return rendered, None
     if not has_parser:
-        raise ToolsError(f"body.tools: got tools with tool_choice {name or kind}, but {_NO_PARSER}")
+        raise unsupported(f"body.tools: got tools with tool_choice {name or kind}, but {_NO_PARSER}")
     functions = json.dumps(given["tools"], ensure_ascii=False)
-    return LineTools(rendered, Tools(functions, kind, name, are_parallel))
+    return rendered, Tools(functions, kind, name, are_parallel)
 
 
 def _rendered(tools: object) -> list[dict[str, Any]]:
-    """The tools for the chat template. Raises ToolsError."""
+    """The tools for the chat template, as vLLM's server gives them. Raises RowFailed."""
     if not isinstance(tools, list):
-        raise ToolsError(f"body.tools: got {name_type(tools)}; must be a list")
+        raise unsupported(f"body.tools: got {name_type(tools)}; must be a list")
     for tool in tools:
         if (objection := objection_to(tool)) is not None:
-            raise ToolsError(f"body.tools: {objection}")
+            raise unsupported(f"body.tools: {objection}")
     return [as_served(tool) for tool in tools]
 
 
 def _choice(
-    choice: object, tools: Sequence[dict[str, Any]], field: str
+    choice: object, tools: Sequence[dict[str, Any]], field: str, failure: Callable[[str], RowFailed]
 ) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
-    """The kind of a choice, and the tool's name if one is named. Raises ToolsError."""
+    """The kind of a choice, and the tool's name if one is named. Raises `failure`."""
     match choice:
         case "none" | "auto" | "required":
             return choice, None
         case {"type": "function", "function": {"name": str(name)}}:
             names = [tool["function"]["name"] for tool in tools]
             if name not in names:
-                raise ToolsError(f"{field}: got {clip(name)}; the tools are {', '.join(map(clip, names))}")
+                raise failure(f"{field}: got {clip(name)}; the tools are {', '.join(map(clip, names))}")
             return "named", name
     allowed = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
-    raise ToolsError(f"{field}: got {clip(json.dumps(choice))}; must be {allowed}")
+    raise failure(f"{field}: got {clip(json.dumps(choice))}; must be {allowed}")
 
 
 def tools_of_row(tools: Sequence[dict[str, Any]], choice: str | None, *, are_parallel: bool) -> Tools | None:
     """The tools of a row, from its column or the spec; None if the model may call none of them.
 
-    choice: as in `input.tool_choice`. Raises ToolsError.
+    choice: as in `input.tool_choice`. Raises RowFailed.
     """
     if choice == "none" or not tools:
         return None
     for tool in tools:
         if (objection := objection_to(tool)) is not None:
-            raise ToolsError(objection)
+            raise _invalid(objection)
     choices = ("auto", "required")
     wanted = choice or "auto"
     named = {"type": "function", "function": {"name": wanted}}
-    kind, name = _choice(wanted if wanted in choices else named, tools, "input.tool_choice")
+    kind, name = _choice(wanted if wanted in choices else named, tools, "input.tool_choice", _invalid)
     assert kind != "none"
     try:
         return Tools(json.dumps(list(tools), ensure_ascii=False), kind, name, are_parallel)
     except (TypeError, ValueError) as error:  # of values that JSON does not have, such as dates
-        raise ToolsError(f"the tools are no JSON: {error}") from None
+        raise _invalid(f"the tools are no JSON: {error}") from None
+
+
+def _invalid(message: str) -> RowFailed:
+    return RowFailed("invalid_tools", message)
 
 
 # -- the parser of a model --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Makes the answers of completions for the writer: decodes tokens, splits off reasoning, checks structured outputs."""
+"""Reads the completions of results for the writer: decodes tokens, splits off reasoning, checks structured outputs."""
 
 import copy
 import functools
@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted, one_line
 from batchinf.engines.installed import structures_backend
-from batchinf.records import Completion, Request, ToolCall
+from batchinf.records import Completion, Request, Result
 from batchinf.replica.calls import Parser, call_error, finish_reason, with_ids
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -48,22 +48,8 @@ class Reasoner(Protocol):
         """The tokens of the reasoning; None if it cannot count them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The stored text of a completion; None if there is no text. Text is kept beside an error."""
-
-    text: str | None
-    reasoning: str | None = None
-    error: RowError | None = None
-    tool_calls: tuple[ToolCall, ...] | None = None
-    finish_reason: str | None = None
-    """In place of the engine's."""
-    num_reasoning_tokens: int | None = None
-    """None: the parser cannot count them, or there is none."""
-
-
 class Answers:
-    """Turns completions into answers by one job's rules. For one thread."""
+    """Reads the answers in completions by one job's rules. For one thread."""
 
     def __init__(
         self,
@@ -95,17 +81,20 @@ class Answers:
             self._special = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
         self._checks = StructureChecks(matcher)
 
-    def read(self, completions: Sequence[Completion]) -> list[Answer]:
-        """One answer for each completion, in order."""
+    def read(self, results: Sequence[Result]) -> list[Result]:
+        """These results, in order, with the texts of their completions."""
         if self._detokenizer is None:
-            return [Answer(None)] * len(completions)
+            return list(results)
+        completions = [result.completion for result in results if result.completion is not None]
         plain = [completion for completion in completions if not self._is_parsed(completion)]
         parsed = [completion for completion in completions if self._is_parsed(completion)]
         plain_texts = iter(self._detokenizer.decode(plain, self._sampling))
         parsed_texts = iter(self._detokenizer.decode(parsed, self._with_marks))
         return [
-            self._read(completion, next(parsed_texts if self._is_parsed(completion) else plain_texts))
-            for completion in completions
+            result
+            if (completion := result.completion) is None
+            else self._read(result, completion, next(parsed_texts if self._is_parsed(completion) else plain_texts))
+            for result in results
         ]
 
     def _is_parsed(self, completion: Completion) -> bool:
@@ -114,14 +103,17 @@ class Answers:
     def _has_tools(self, completion: Completion) -> bool:
         return self._call_parser is not None and completion.request.tools is not None
 
-    def _read(self, completion: Completion, whole: str) -> Answer:
+    def _read(self, result: Result, completion: Completion, whole: str) -> Result:
         structure = completion.request.sampling.structured_outputs
         if completion.finish_reason == "error":
-            return Answer(None, None, RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
+            return replace(result, error=RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
         if self._has_tools(completion):
-            return self._read_calls(completion, whole)
+            return self._read_calls(result, completion, whole)
         if self._reasoner is None and structure is None:
-            return Answer(whole)
+            # Nearly all results are so. `replace` would take 4 µs of each, this takes 1.6 µs.
+            return Result(
+                result.prompt, result.request_index, result.num_requests, completion, whole, None, result.attempts
+            )
         text: str | None = whole
         reasoning = None
         num_tokens = None
@@ -132,11 +124,12 @@ class Answers:
             except Exception as failure:
                 # The parser is vLLM's or a plugin, and may raise anything for a model's text.
                 words = one_line(f"{type(failure).__name__}: {failure}", 300)
-                return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
+                error = RowError("reasoning_error", f"the reasoning parser failed: {words}")
+                return replace(result, text=whole, error=error)
             reasoning = self._stripped(reasoning, completion)
             text = self._stripped(text, completion)
-        error = None if structure is None else self._checks.error(structure, text, completion)
-        return Answer(text, reasoning, error, num_reasoning_tokens=num_tokens)
+        breach = None if structure is None else self._checks.error(structure, text, completion)
+        return replace(result, text=text, reasoning=reasoning, error=breach, num_reasoning_tokens=num_tokens)
 
     def _num_tokens(self, reasoning: str | None, completion: Completion) -> int | None:
         """Tokens of the reasoning. Raises what the parser raises."""
@@ -144,7 +137,7 @@ class Answers:
             return None
         return self._reasoner.num_tokens(completion.request, reasoning, completion.token_ids.tolist())
 
-    def _read_calls(self, completion: Completion, whole: str) -> Answer:
+    def _read_calls(self, result: Result, completion: Completion, whole: str) -> Result:
         request = completion.request
         parser = self._call_parser
         assert parser is not None
@@ -156,20 +149,20 @@ class Answers:
         except Exception as failure:
             # As of a reasoning parser.
             words = one_line(f"{type(failure).__name__}: {failure}", 300)
-            return Answer(whole, None, RowError("invalid_tool_call", f"the tool parser failed: {words}"))
+            error = RowError("invalid_tool_call", f"the tool parser failed: {words}")
+            return replace(result, text=whole, error=error)
         reasoning = self._stripped(parsed.reasoning, completion)
-        error = call_error(
+        result = replace(result, reasoning=reasoning, num_reasoning_tokens=num_tokens)
+        breach = call_error(
             completion, parsed, lambda structure, answer: self._checks.error(structure, answer, completion)
         )
-        if error is not None:
-            whole_answer = self._stripped(parsed.whole, completion)
-            return Answer(whole_answer, reasoning, error, num_reasoning_tokens=num_tokens)
-        return Answer(
-            self._stripped(parsed.text, completion),
-            reasoning,
+        if breach is not None:
+            return replace(result, text=self._stripped(parsed.whole, completion), error=breach)
+        return replace(
+            result,
+            completion=replace(completion, finish_reason=finish_reason(completion, parsed)),
+            text=self._stripped(parsed.text, completion),
             tool_calls=parsed.calls or None,
-            finish_reason=finish_reason(completion, parsed),
-            num_reasoning_tokens=num_tokens,
         )
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:

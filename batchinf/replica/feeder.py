@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -19,107 +18,12 @@ from batchinf.base.errors import RowError
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.images import RenderedPrompt
-from batchinf.records import Int64Array, Lease, Prompt, Request, Result
+from batchinf.records import Completion, Int64Array, Lease, Prompt, Request, Result
+from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.images import ImagePrompts, Render
 from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task, seed_of
-
-Item = TypeVar("Item")
-
-
-class ByteQueue(Generic[Item]):
-    """A FIFO queue, bounded in items and bytes; one item may exceed it. `put_all` waits, `offer_all` does not."""
-
-    def __init__(self, max_items: int, max_bytes: int) -> None:
-        self._max_items = max_items
-        self._max_bytes = max_bytes
-        self._items: deque[tuple[Item, int]] = deque()
-        self._num_bytes = 0
-        self._is_closed = False
-        self._is_shut = False
-        self._changed = threading.Condition()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `put_all` would wait."""
-        return len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put_all(self, items: Iterable[tuple[Item, int]]) -> bool:
-        """Append items with their sizes, each once there is room. False if closed; the rest is then dropped."""
-        left = deque(items)
-        while left:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or not (self._is_shut or self.is_full))
-                if self._is_closed:
-                    return False
-                while left and not self.is_full:
-                    self._append(*left.popleft())
-                self._changed.notify_all()
-        return True
-
-    def offer_all(self, items: Iterable[tuple[Item, int]]) -> None:
-        """Append at once, even over the bound: for a producer that must not wait and checks `is_full` itself."""
-        with self._changed:
-            for item, num_bytes in items:
-                self._append(item, num_bytes)
-            self._changed.notify_all()
-
-    def _append(self, item: Item, num_bytes: int) -> None:
-        self._items.append((item, num_bytes))
-        self._num_bytes += num_bytes
-
-    def take(
-        self,
-        max_items: int,
-        wait_s: float = 0.0,
-        min_items: int = 1,
-        max_bytes: int | None = None,
-        *,
-        shuts: bool = False,
-    ) -> list[Item]:
-        """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`.
-
-        shuts: producers wait until `open`. If they woke now, they would compete with the consumer for the interpreter.
-        """
-        with self._changed:
-            if wait_s and len(self._items) < min_items:
-                # A full queue gets no more items.
-                is_due = lambda: self._is_closed or len(self._items) >= min_items or self.is_full  # noqa: E731
-                self._changed.wait_for(is_due, wait_s)
-            taken: list[Item] = []
-            num_bytes = 0
-            while self._items and len(taken) < max_items and (max_bytes is None or num_bytes < max_bytes):
-                item, size = self._items.popleft()
-                taken.append(item)
-                num_bytes += size
-            if taken:
-                self._num_bytes -= num_bytes
-                self._is_shut = shuts
-                self._changed.notify_all()
-            return taken
-
-    def open(self) -> None:
-        """Let producers go on after a `take` that shuts."""
-        if self._is_shut:
-            with self._changed:
-                self._is_shut = False
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Wake everything that waits and refuse new items; the items in the queue can still be taken."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def wait_until_room(self, wait_s: float) -> None:
-        """Wait at most `wait_s` seconds for room."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self.is_full, wait_s)
-
 
 # Rows read and tokenised at once: enough for a tokenizer's threads, and little memory.
 ROWS_AT_ONCE = 256
@@ -129,6 +33,8 @@ _BYTES_A_TOKEN = 36
 # Requests put at once, or a few more, so that the engine's thread wakes once for them; fewer if they have images.
 _PUT_ITEMS = 64
 _PUT_BYTES = 8 << 20
+# A result that is an error, with its message.
+_ERROR_BYTES = 1 << 10
 _TRIAL_POLL_S = 0.01
 
 
@@ -144,13 +50,11 @@ class PendingRequest:
     image_bytes: int = 0
     """Of the tensors of images that the engine keeps until the request has finished."""
 
-
-@dataclass(frozen=True, slots=True)
-class FailedRow:
-    """The error results of a row that does not reach the engine."""
-
-    lease: OpenLease
-    results: tuple[Result, ...]
+    def result(self, completion: Completion | None, error: RowError | None = None) -> tuple[OpenLease, Result]:
+        """The request's result, whose text is not read yet, with its lease. error: in place of a completion."""
+        index = self.request.request_index
+        attempts = self.lease.lease.attempts
+        return self.lease, Result(self.prompt, index, self.num_requests, completion, None, error, attempts)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -161,7 +65,8 @@ class Feeder(threading.Thread):
     task: Task
     open_lease: Callable[[Lease], OpenLease]
     ready: ByteQueue[PendingRequest]
-    fail: Callable[[FailedRow], object]
+    finished: ByteQueue[tuple[OpenLease, Result]]
+    """Takes the errors of requests that do not reach the engine."""
     emit: Callable[[Event], None]
     track: Callable[[OpenLease], None]
     """Called with each lease that begins."""
@@ -341,7 +246,7 @@ class Feeder(threading.Thread):
         *,
         rendered: RenderedPrompt | None = None,
     ) -> Iterator[tuple[PendingRequest, int]]:
-        """Those of a row's requests that have no result yet, with their sizes in bytes. Stores errors as results.
+        """Those of a row's requests that have no result yet, with their sizes in bytes. An error is a result at once.
 
         requests: see `Task.requests`. of_row: the error that all requests of the row get.
         """
@@ -351,8 +256,7 @@ class Feeder(threading.Thread):
         num_bytes = (_BYTES_A_TOKEN * len(prompt.token_ids) + image_bytes) // number
         for part, request in requests:
             if (error := of_row or part.error) is not None:
-                index = request.request_index
-                failed.append(error_result(part, index, number, error, attempts=opened.lease.attempts))
+                failed.append((PendingRequest(request, part, number, opened).result(None, error), _ERROR_BYTES))
             elif not opened.is_done(request.row_index, request.request_index):
                 if self.attempt and request.seed is not None and part.line_seed is None:
                     request = replace(request, seed=seed_of(request.seed, request.row_index, self.attempt))
@@ -361,18 +265,4 @@ class Feeder(threading.Thread):
                 if rendered is not None:
                     request = replace(request, rendered=rendered.for_ids(request.prompt_token_ids))
                 yield PendingRequest(request, part, number, opened, image_bytes=image_bytes), num_bytes
-        if failed:
-            self.fail(FailedRow(opened, tuple(failed)))
-
-
-def error_result(prompt: Prompt, request_index: int, num_requests: int, error: RowError, *, attempts: int) -> Result:
-    """The result of a request that no engine runs."""
-    return Result(
-        prompt=prompt,
-        request_index=request_index,
-        num_requests=num_requests,
-        completion=None,
-        text=None,
-        error=error,
-        attempts=attempts,
-    )
+        self.finished.put_all(failed)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -93,7 +92,7 @@ class Incarnation:
         self._work: Work | None = None
         self._starts_engine = False
         num_forks = num_forks_of_vllm(math.prod(self._spec.parallel.sizes)) if self._spec.scripted is None else 0
-        self._first_fork = FirstFork(num_forks)
+        self._has_forked = fork_event(num_forks)
         self._worker: Worker | None = None
         self._progress_s = _PROGRESS_S
         self._is_gate_open = threading.Event()
@@ -123,7 +122,7 @@ class Incarnation:
             self._pipeline.result()
         self._port.send(StartPhase(STARTING_ENGINE))
         engine = self._start_engine()
-        self._first_fork.release()
+        self._has_forked.set()
         try:
             self._work_with(engine, began)
             while self._goes_on(engine):
@@ -204,6 +203,10 @@ class Incarnation:
         except BaseException as error:
             self._pipeline.set_exception(error)
 
+    def _open_later(self, work: Work) -> None:
+        self._has_forked.wait()
+        self._open(work)
+
     def _start_pipeline(self, work: Work) -> Pipeline:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
@@ -212,7 +215,7 @@ class Incarnation:
             source = repaired(source, self._folder, location_of(spec), work.repairs)
             if work.repairs[-1].number == retry_of(self._launch.incarnation):
                 given_rows = source.newest_rows
-        pipeline = Pipeline(
+        return Pipeline(
             task=work.columns.task(spec),
             source=source,
             tokenizer=self._tokenizer,
@@ -226,9 +229,8 @@ class Incarnation:
             columns=work.columns,
             given_rows=given_rows,
             retry=work.retry,
+            has_forked=self._has_forked,
         )
-        self._first_fork.after(pipeline.prepare)
-        return pipeline
 
     def _may_store(self) -> None:
         """Wait until the content gate is open. Raises DriftError if an adapter has changed since the start."""
@@ -283,8 +285,7 @@ class Incarnation:
                 case Work():
                     self._work = message
                     if self._starts_engine:
-                        thread = threading.Thread(target=self._open, args=(message,), name="open", daemon=True)
-                        self._first_fork.after(thread.start)
+                        threading.Thread(target=self._open_later, args=(message,), name="open", daemon=True).start()
                 case Stop():
                     self._stop = message
                     self._changed.notify_all()
@@ -332,43 +333,28 @@ def num_forks_of_vllm(num_devices: int) -> int:
     return num_devices if num_devices > 1 else 0
 
 
-class FirstFork:
-    """Calls that wait until this process has been forked; if several forks are to come, they wait for `release`.
+def fork_event(num_forks: int) -> threading.Event:
+    """Set once this process has been forked; if several forks are to come, the caller sets it after them.
 
-    They start threads, which open the input and make the detokenizer while the engine starts. A child would keep the
-    locks that these hold at the fork.
+    Threads that open the input and make the detokenizer while the engine starts wait for it. A child would keep the
+    locks that these hold at the fork. num_forks: how many are to come.
     """
+    event = threading.Event()
+    process_id = os.getpid()
 
-    def __init__(self, num_forks: int) -> None:
-        """num_forks: how many are to come."""
-        self._is_over = num_forks == 0
-        self._waiting: deque[Callable[[], object]] = deque()
-        if num_forks:
-            os.register_at_fork(after_in_child=self._forget)
-        if num_forks == 1:
-            os.register_at_fork(after_in_parent=self.release)
+    def after_in_parent() -> None:
+        # A child that forks in turn has no threads that wait, and one may have held the event's lock at the fork.
+        if os.getpid() == process_id:
+            event.set()
 
-    def after(self, call: Callable[[], object]) -> None:
-        """Run `call` once there has been a fork; at once if that has happened. Called from any thread."""
-        self._waiting.append(call)
-        if self._is_over:
-            self.release()
-
-    def release(self) -> None:
-        """Wait no longer: there has been a fork, or none comes."""
-        self._is_over = True
-        while True:
-            try:
-                call = self._waiting.popleft()
-            except IndexError:  # another thread may have taken the last one
-                return
-            call()
-
-    def _forget(self) -> None:
-        # The calls belong to the parent, even if the child is forked in turn.
-        self._waiting.clear()
+    if num_forks == 0:
+        event.set()
+    else:
         # Tokenizers read it at each call. With "true" they would wait for threads that only the parent has.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+    if num_forks == 1:
+        os.register_at_fork(after_in_parent=after_in_parent)
+    return event
 
 
 def last_words(error: BaseException) -> Failed:

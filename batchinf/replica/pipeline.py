@@ -21,9 +21,10 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
-from batchinf.records import Completion, Lease, Part
+from batchinf.records import Lease, Part, Result
 from batchinf.replica.answers import Detokenizer, answers_of
-from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import Feeder, PendingRequest
 from batchinf.replica.images import ImagePrompts, known_images
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
@@ -34,8 +35,6 @@ from batchinf.source.rows import Source
 from batchinf.spec.job import RULES_OF_ATTEMPTS
 from batchinf.tasks.base import Task
 
-# A row that fails before it reaches the engine, with its message.
-_FAILED_ROW_BYTES = 1 << 10
 # Bounds of the queue before the engine and of the queue before the writer.
 _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
@@ -64,6 +63,8 @@ class Pipeline:
     """The rows from a first to a last position (exclusive) that this retry takes from another file."""
     retry: Retry | None = None
     """Whose rows these are; None: those of the first run."""
+    has_forked: threading.Event | None = None
+    """No thread may work before it is set, see `fork_event`. None: the process is not forked."""
 
     def __post_init__(self) -> None:
         self._spec = self.task.spec
@@ -76,32 +77,25 @@ class Pipeline:
         images = self._spec.input.images
         self._stops_at_changed_images = bool(self._retry) and images is not None and images.on_changed == "stop"
         self._chosen = stored_positions(self.folder, self._retry, where=RETRY_FOLDER) if self._retry else None
-        self._detokenizer_claim = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
-
-    def prepare(self) -> None:
-        """Make the detokenizer, which takes 1 s for a large vocabulary, on a thread beside the engine's start."""
         threading.Thread(target=self._prepare, name="prepare", daemon=True).start()
 
     def _prepare(self) -> None:
-        self._make_detokenizer()
-        # Arrow imports pandas with the first array that it makes of NumPy's: 0.3 s for which the first part would wait.
-        pa.array(np.empty(0, np.int32))
-
-    def _make_detokenizer(self) -> None:
-        if not self._detokenizer_claim.acquire(blocking=False):
-            return
+        """Make the detokenizer beside the engine's start: it takes 1 s for a large vocabulary."""
+        if self.has_forked is not None:
+            self.has_forked.wait()
         try:
             self._detokenizer.set_result(Detokenizer(self.tokenizer) if self.task.makes_text else None)
         except BaseException as error:
             self._detokenizer.set_exception(error)
+        # Arrow imports pandas with the first array that it makes of NumPy's: 0.3 s for which the first part would wait.
+        pa.array(np.empty(0, np.int32))
 
     def complete(self, engine: Engine, in_flight: InFlightRecord) -> Worker:
         """The worker of an engine that is up."""
         info = engine.info
         ready: ByteQueue[PendingRequest] = ByteQueue(_num_ready(info.max_num_seqs), _READY_BYTES)
-        finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-        self._make_detokenizer()  # does nothing if a thread has begun
+        finished: ByteQueue[tuple[OpenLease, Result]] = ByteQueue(1 << 30, _FINISHED_BYTES)
         writer = Writer(
             finished=finished,
             task=self.task,
@@ -118,7 +112,7 @@ class Pipeline:
             task=self.task,
             open_lease=self._open_lease,
             ready=ready,
-            fail=lambda row: finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))]),
+            finished=finished,
             emit=self.emit,
             track=writer.track,
             prompts=functools.partial(self.task.prompt_builder, self.tokenizer, info.vocab_size, self.begun_at),

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RowFailed
 from batchinf.engines.protocol import Engine
-from batchinf.records import Completion, Request
-from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
+from batchinf.output.open_lease import OpenLease
+from batchinf.records import Completion, Request, Result
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import Feeder, PendingRequest
 from batchinf.replica.images import IMAGE_BYTES
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress
@@ -31,7 +33,7 @@ class Worker:
 
     engine: Engine
     ready: ByteQueue[PendingRequest]
-    finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow]
+    finished: ByteQueue[tuple[OpenLease, Result]]
     feeder: Feeder
     writer: Writer
     in_flight: InFlightRecord
@@ -153,7 +155,7 @@ class Worker:
         if known is not None:
             completion = replace(known, request=request)
             self._num_finished += 1
-            self.finished.offer_all([((pending, completion), num_bytes(completion))])
+            self.finished.offer_all([(pending.result(completion), num_bytes(completion))])
             return
         # Recorded first, because `add` may kill the engine.
         self._entries[request.key] = self.in_flight.enter(request.row_index)
@@ -161,14 +163,7 @@ class Worker:
             self.engine.add(request)
         except RowFailed as refusal:
             self.in_flight.leave(self._entries.pop(request.key))
-            result = error_result(
-                pending.prompt,
-                request.request_index,
-                pending.num_requests,
-                refusal.error,
-                attempts=pending.lease.lease.attempts,
-            )
-            self.finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
+            self.finished.offer_all([(pending.result(None, refusal.error), 0)])
             return
         self._image_bytes += pending.image_bytes
         if request.rendered is not None:  # the engine has the tensors now
@@ -185,7 +180,7 @@ class Worker:
             pending = self._pending.pop(key)
             self._image_bytes -= pending.image_bytes
             self.in_flight.leave(self._entries.pop(key))
-            items.append(((pending, completion), num_bytes(completion)))
+            items.append((pending.result(completion), num_bytes(completion)))
             if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
                 self._shared[_shared_key(completion.request)] = completion
         self._num_finished += len(items)

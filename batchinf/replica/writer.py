@@ -10,15 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batchinf.base import faults
 from batchinf.output.checkpoints import next_journal_at
 from batchinf.output.counts import count_errors
 from batchinf.output.open_lease import OpenLease
-from batchinf.records import Completion, Part, Result
-from batchinf.replica.answers import Answer, Answers
-from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
+from batchinf.records import Part, Result
+from batchinf.replica.answers import Answers
+from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.messages import Event, Key, LeaseDone
 from batchinf.tasks.base import Task
 
@@ -54,7 +54,7 @@ class _Closing:
 class Writer(threading.Thread):
     """Takes finished requests from a queue; each finished shard that it holds whole becomes a staged part."""
 
-    finished: ByteQueue[tuple[PendingRequest, Completion] | FailedRow]
+    finished: ByteQueue[tuple[OpenLease, Result]]
     task: Task
     answers: Answers
     write_part: Callable[[OpenLease], Part]
@@ -142,24 +142,16 @@ class Writer(threading.Thread):
         self._raise_closing()
         return bool(items) or is_behind or not is_last
 
-    def _store(self, items: Sequence[tuple[PendingRequest, Completion] | FailedRow]) -> None:
+    def _store(self, items: Sequence[tuple[OpenLease, Result]]) -> None:
         faults.point("writer.store")
-        finished = [item for item in items if not isinstance(item, FailedRow)]
-        answers = self.answers.read([completion for _, completion in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
-        num_unasked: Counter[Key] = Counter()
-        for (pending, completion), answer in zip(finished, answers, strict=True):
-            lease = pending.lease
-            by_lease.setdefault(lease.key, (lease, []))[1].append(_result(pending, completion, answer))
-        for row in (item for item in items if isinstance(item, FailedRow)):
-            by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
-            num_unasked[row.lease.key] += len(row.results)
-        for key, (lease, results) in by_lease.items():
-            self._add(lease, results, num_unasked[key])
-        self.num_requests += len(finished)
+        for (lease, _), result in zip(items, self.answers.read([result for _, result in items]), strict=True):
+            by_lease.setdefault(lease.key, (lease, []))[1].append(result)
+        for lease, results in by_lease.values():
+            self._add(lease, results)
 
-    def _add(self, lease: OpenLease, results: Sequence[Result], num_unasked: int) -> None:
-        """num_unasked: those of the results that the engine was not asked for."""
+    def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
+        num_unasked = sum(result.completion is None for result in results)
         batch = self.task.encode(results)
         num_before = lease.num_finished
         shares_before = lease.num_input_shares
@@ -173,6 +165,7 @@ class Writer(threading.Thread):
                 # A new object, because another thread reads the old one.
                 self.errors = self.errors + errors
             self.num_answered += max(0, num_rows - num_unasked)
+        self.num_requests += len(results) - num_unasked
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:
@@ -239,20 +232,3 @@ class Writer(threading.Thread):
 
     def _closing_bytes(self) -> int:
         return sum(closing.num_bytes for closing in self._closing)
-
-
-def _result(pending: PendingRequest, completion: Completion, answer: Answer) -> Result:
-    if answer.finish_reason is not None:
-        completion = replace(completion, finish_reason=answer.finish_reason)
-    return Result(
-        prompt=pending.prompt,
-        request_index=pending.request.request_index,
-        num_requests=pending.num_requests,
-        completion=completion,
-        text=answer.text,
-        error=answer.error,
-        attempts=pending.lease.lease.attempts,
-        reasoning=answer.reasoning,
-        tool_calls=answer.tool_calls,
-        num_reasoning_tokens=answer.num_reasoning_tokens,
-    )

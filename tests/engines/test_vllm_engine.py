@@ -298,7 +298,9 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     matcher_of = functools.partial(matcher, backend="auto")
-    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), matcher=matcher_of).read(completions)
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), matcher=matcher_of).read(
+        list(map(jobs.unread, completions))
+    )
     marks = {"json": "invalid_json", "choice": "invalid_choice"}
     for answer, expected in zip(answers, reference.structured[kind], strict=True):
         assert answer.text == expected.outputs[0].text
@@ -333,7 +335,7 @@ def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
     assert [completion.finish_reason for completion in completions] == ["stop", "error", "stop"]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=samplings[0])
-    answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(completions)
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(list(map(jobs.unread, completions)))
     assert [answer.text for answer in answers] == ["aaa", None, "bbb"]
     assert answers[1].error == RowError(
         "refused", "vLLM ended the request: it could not compile the structure; the replica's log says why"

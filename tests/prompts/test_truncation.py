@@ -15,7 +15,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder
 from batchinf.prompts.renderer import Renderer, check_columns
-from batchinf.records import Prompt
+from batchinf.records import Prompt, Result
 from batchinf.source.rows import Row
 from batchinf.source.types import WrittenNumber
 from batchinf.tasks.registry import task_of
@@ -108,11 +108,9 @@ def test_the_output_says_which_prompts_were_cut() -> None:
     names = task.output_schema([]).names
     assert names[names.index("num_prompt_tokens") + 1] == "prompt_truncated"
     assert "prompt_truncated" not in task_of(make_spec()).output_schema([]).names
-    from batchinf.replica.feeder import error_result
-
     found = prompts([{"prompt": TEXT}, {"prompt": "fox"}, {"prompt": None}], 64, **left())
     error = RowError("engine_death", "x")
-    results = [error_result(one, 0, 1, one.error or error, attempts=1) for one in found]
+    results = [Result(one, 0, 1, None, None, one.error or error, 1) for one in found]
     assert task.encode(results).column("prompt_truncated").to_pylist() == [True, False, None]
 
 

@@ -24,7 +24,7 @@ from batchinf.engines.installed import (
 )
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
-from batchinf.replica.answers import Answer, Answers, Detokenizer
+from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -69,18 +69,26 @@ def completion_of(
 
 def answer(
     spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, reasoner: Any = None, **named: Any
-) -> Answer:
+) -> Result:
     completion = completion_of(tokenizer, *given, sampling=spec.sampling, **named)
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), reasoner=reasoner, matcher=matcher).read([completion])
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), reasoner=reasoner, matcher=matcher).read(
+        [jobs.unread(completion)]
+    )
     return found
 
 
-def parts(found: Answer) -> tuple[str | None, str | None]:
+def stored(found: Result) -> dict[str, Any]:
+    """What was read in a completion, by field."""
+    names = ("text", "reasoning", "error", "tool_calls", "num_reasoning_tokens")
+    return {name: value for name in names if (value := getattr(found, name)) is not None}
+
+
+def parts(found: Result) -> tuple[str | None, str | None]:
     """The answer and the reasoning."""
     return found.text, found.reasoning
 
 
-def cut_off(found: Answer) -> str:
+def cut_off(found: Result) -> str:
     """The message of an error, without the number of tokens."""
     assert found.error is not None
     return re.sub(r" after [\d,]+ tokens?\)", ")", found.error.error_message)
@@ -92,7 +100,7 @@ def cut_off(found: Answer) -> str:
 @pytest.mark.parametrize("text", ['{"a": [1, 2.5, null]}', " [] ", "3", '"ü😀"', "1" * 5000, '{"a": 1e999}'])
 def test_json_that_parses_is_good(text: str, tokenizer: Any) -> None:
     for reason in ("stop", "length"):
-        assert answer(make_spec({"json": SCHEMA}), tokenizer, text, reason) == Answer(text)
+        assert stored(answer(make_spec({"json": SCHEMA}), tokenizer, text, reason)) == {"text": text}
 
 
 @pytest.mark.parametrize(
@@ -116,9 +124,8 @@ def test_json_that_does_not_parse_is_an_error_beside_its_text(text: str, words: 
 def test_text_and_tokens_of_a_missed_structure_are_stored(tokenizer: Any) -> None:
     spec = make_spec({"json": SCHEMA})
     completion = completion_of(tokenizer, '{"a', sampling=spec.sampling)
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer)).read([completion])
-    result = Result(Prompt(0, [1], None, None), 0, 1, completion, found.text, found.error, 1, found.reasoning)
-    [row] = Generate(spec).encode([result]).to_pylist()
+    found = Answers(spec, tokenizer, Detokenizer(tokenizer)).read([jobs.unread(completion)])
+    [row] = Generate(spec).encode(found).to_pylist()
     assert (row["text"], row["error_type"], row["finish_reason"]) == ('{"a', "invalid_json", "length")
     assert row["token_ids"] == completion.token_ids.tolist()
     assert "reasoning" not in row
@@ -127,13 +134,13 @@ def test_text_and_tokens_of_a_missed_structure_are_stored(tokenizer: Any) -> Non
 def test_a_choice_is_one_of_them_however_it_ended(tokenizer: Any) -> None:
     spec = make_spec({"choice": ["pos", "positive"]})
     for text, reason in (("pos", "length"), ("positive", "stop"), (" pos", "stop")):
-        assert answer(spec, tokenizer, text, reason) == Answer(text)
+        assert stored(answer(spec, tokenizer, text, reason)) == {"text": text}
     found = answer(spec, tokenizer, "posit")
     assert found.error is not None
     assert found.error.error_type == "invalid_choice"
     assert cut_off(found) == "the text is none of the choices (finish_reason length: cut off): got 'posit'"
     error = RowError("structure_violated", "the text is none of the choices (finish_reason stop): got 'posit'")
-    assert answer(spec, tokenizer, "posit", "stop") == Answer("posit", None, error)
+    assert stored(answer(spec, tokenizer, "posit", "stop")) == {"text": "posit", "error": error}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,9 @@ def test_a_finished_text_that_breaks_its_schema_is_an_error_at_its_place(
         assert found.error is not None and found.error.error_type == "structure_violated"
         ended = f" (finish_reason {reason}{f', stop_reason {stop}' if stop else ''})"
         assert found.error.error_message == f"the text breaks the schema{ended}: {words}"
-    assert answer(spec, tokenizer, text, "length") == Answer(text)  # it was cut off, which its finish_reason says
+    assert stored(answer(spec, tokenizer, text, "length")) == {
+        "text": text
+    }  # it was cut off, which its finish_reason says
 
 
 def test_numbers_of_a_text_are_exact_however_long(tokenizer: Any) -> None:
@@ -171,7 +180,7 @@ def test_numbers_of_a_text_are_exact_however_long(tokenizer: Any) -> None:
         ({"type": "integer"}, "2.0"),
         ({"maximum": 1e300}, "1e299"),
     ):
-        assert answer(make_spec({"json": schema}), tokenizer, text, "stop") == Answer(text)
+        assert stored(answer(make_spec({"json": schema}), tokenizer, text, "stop")) == {"text": text}
     found = answer(make_spec({"json": SCHEMA}), tokenizer, "1e99999999", "stop")
     assert found.error is not None
     assert found.error.error_message.endswith("the number 1e99999999 has too many digits")
@@ -191,13 +200,13 @@ def test_rows_may_have_structures_of_their_own(tokenizer: Any) -> None:
     given = [rows.with_values({"structured_outputs": structure}) for structure in structures]
     assert all(isinstance(sampling, SamplingSpec) for sampling in given)
     answers = Answers(make_spec(), tokenizer, Detokenizer(tokenizer))
-    found = answers.read([completion_of(tokenizer, "{", sampling=each) for each in given])
+    found = answers.read([jobs.unread(completion_of(tokenizer, "{", sampling=each)) for each in given])
     assert [answer.error and answer.error.error_type for answer in found] == ["invalid_json", None, "invalid_choice"]
 
 
 def test_without_a_grammar_at_hand_what_was_cut_is_not_whole(tokenizer: Any) -> None:
     spec = make_spec({"regex": "[0-9]{4}"})
-    assert answer(spec, tokenizer, "1234", "stop") == Answer("1234")
+    assert stored(answer(spec, tokenizer, "1234", "stop")) == {"text": "1234"}
     found = answer(spec, tokenizer, "1234", "length")
     assert found.error is not None
     assert cut_off(found) == "the text does not match the regex (finish_reason length: cut off)"
@@ -222,7 +231,7 @@ def test_a_text_is_held_against_the_backend_s_own_grammar(
     spec = make_spec(structure)
     of = functools.partial(matcher, backend=backend)
     for text in whole:
-        assert answer(spec, tokenizer, text, matcher=of) == Answer(text)
+        assert stored(answer(spec, tokenizer, text, matcher=of)) == {"text": text}
     for text in cut:
         for reason, stop in (("length", None), ("stop", None), ("stop", "END"), ("stop", 5)):
             if text or reason == "length":
@@ -259,14 +268,15 @@ def test_reasoning_is_split_off(parser: str, text: str, reasoning: str, rest: st
         end = ids.index(mark) if mark in ids else len(ids) - (reason == "stop" and parser == "qwen3")
         counted = ids[text.startswith("<think>") : end]
         found = answer(make_spec(parser=parser), tokenizer, text, reason, reasoner=reasoner)
-        assert found == Answer(rest, reasoning, num_reasoning_tokens=len(counted))
+        text_of = {} if rest is None else {"text": rest}
+        assert stored(found) == {**text_of, "reasoning": reasoning, "num_reasoning_tokens": len(counted)}
 
 
 def test_where_the_prompt_has_shut_the_thinking_all_is_the_answer(tokenizer: Any) -> None:
     reasoner = reasoner_of("deepseek_r1", tokenizer)
     spec = make_spec(parser="deepseek_r1")
     found = answer(spec, tokenizer, "Yes.", "stop", reasoner=reasoner, prompt="So <think>\n\n</think>\n\n")
-    assert found == Answer("Yes.", num_reasoning_tokens=0)
+    assert stored(found) == {"text": "Yes.", "num_reasoning_tokens": 0}
     assert parts(answer(spec, tokenizer, "Hm.", "stop", reasoner=reasoner, prompt="So <think>\n")) == (None, "Hm.")
 
 
@@ -278,7 +288,7 @@ def test_each_row_s_parser_has_the_variables_of_its_own_template(tokenizer: Any)
     own = json.dumps({"thinking": True})
     thinking = dataclasses.replace(plain, request=dataclasses.replace(plain.request, template_kwargs=own))
     made = Answers(make_spec(parser="deepseek_v3"), tokenizer, Detokenizer(tokenizer), reasoner=reasoner)
-    found = made.read([plain, thinking, plain])
+    found = made.read(list(map(jobs.unread, (plain, thinking, plain))))
     assert list(map(parts, found)) == [(text, None), ("Yes.", "It is so."), (text, None)]
     assert [each.num_reasoning_tokens for each in found] == [
         0,
@@ -310,7 +320,7 @@ def test_special_tokens_are_seen_by_the_parser_and_stand_in_neither_part(tokeniz
     plain = completion_of(tokenizer, "a</think>b")
     spelt = [*plain.token_ids.tolist(), *tokenizer("<|tu").input_ids[1:], *tokenizer("rn|>").input_ids[1:]]
     [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), reasoner=reasoner_of("deepseek_r1", tokenizer)).read(
-        [Completion(plain.request, np.array(spelt, np.int32), "length")]
+        [jobs.unread(Completion(plain.request, np.array(spelt, np.int32), "length"))]
     )
     assert parts(found) == ("b<|turn|>", "a")
 

@@ -12,10 +12,11 @@ from conftest import MODEL
 from gpt_oss import HarmonyTokenizer
 from transformers import PreTrainedTokenizerFast
 
+import jobs
 from batchinf.base.errors import SpecError
 from batchinf.engines.protocol import ParsedAnswer
-from batchinf.records import Completion, Request, ToolCall, Tools
-from batchinf.replica.answers import Answer, Answers, Detokenizer, answers_of
+from batchinf.records import Completion, Request, Result, ToolCall, Tools
+from batchinf.replica.answers import Answers, Detokenizer, answers_of
 from batchinf.replica.calls import with_ids
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -67,12 +68,12 @@ def read(
     reason: str = "stop",
     row: int = 0,
     prompt: str = "So",
-) -> Answer:
+) -> Result:
     """The answer of a text. forced: the structure that the tools force on it."""
     sampling = SamplingSpec(temperature=0.0).model_copy(update={"structured_outputs": forced})
     ids = tokenizer(text, add_special_tokens=False).input_ids + ([tokenizer.eos_token_id] if reason == "stop" else [])
     request = Request(row, 0, tokenizer(prompt).input_ids, sampling, max_tokens=999, tools=tools)
-    [found] = made.read([Completion(request, np.array(ids, np.int32), reason)])
+    [found] = made.read([jobs.unread(Completion(request, np.array(ids, np.int32), reason))])
     return found
 
 
@@ -84,7 +85,19 @@ def structure_of(tokenizer: Any, tools: Tools, parser: str = "hermes") -> dict[s
     return structure
 
 
-def calls_of(found: Answer) -> list[tuple[str, str]]:
+def said(found: Result) -> tuple[str | None, str]:
+    """The text of an answer without a call, and the finish reason."""
+    assert found.completion is not None
+    assert (found.reasoning, found.error, found.tool_calls, found.num_reasoning_tokens) == (None,) * 4
+    return found.text, found.completion.finish_reason
+
+
+def reason_of(found: Result) -> str:
+    assert found.completion is not None
+    return found.completion.finish_reason
+
+
+def calls_of(found: Result) -> list[tuple[str, str]]:
     assert found.error is None, found.error
     return [(call.name, call.arguments) for call in found.tool_calls or ()]
 
@@ -93,7 +106,7 @@ def test_calls_are_beside_the_text(tokenizer: Any) -> None:
     made = answers(tokenizer)
     found = read(made, tokenizer, f"Let me see. {ROME}\n{NOW}")
     assert calls_of(found) == [("get_weather", '{"city": "Rome"}'), ("get_time", "{}")]
-    assert (found.text, found.finish_reason) == ("Let me see. ", "tool_calls")
+    assert (found.text, reason_of(found)) == ("Let me see. ", "tool_calls")
     assert read(made, tokenizer, NOW).text is None
     # One call, where the request wants no more.
     single = read(made, tokenizer, f"{ROME}\n{NOW}", tools=Tools(TOOLS, are_parallel=False))
@@ -102,10 +115,10 @@ def test_calls_are_beside_the_text(tokenizer: Any) -> None:
 
 def test_a_text_without_a_call(tokenizer: Any) -> None:
     found = read(answers(tokenizer), tokenizer, "It rains.<|turn|>")
-    assert found == Answer("It rains.", None, finish_reason="stop")
-    assert read(answers(tokenizer), tokenizer, f"{ROME}<|turn|>", tools=None) == Answer(ROME)
+    assert said(found) == ("It rains.", "stop")
+    assert said(read(answers(tokenizer), tokenizer, f"{ROME}<|turn|>", tools=None)) == (ROME, "stop")
     for parser in ("hermes", "qwen3_coder"):
-        assert read(answers(tokenizer, parser), tokenizer, "") == Answer("", None, finish_reason="stop")
+        assert said(read(answers(tokenizer, parser), tokenizer, "")) == ("", "stop")
 
 
 def test_ids_follow_from_job_and_row(tokenizer: Any) -> None:
@@ -161,10 +174,10 @@ def test_required_calls(tokenizer: Any) -> None:
     forced = structure_of(tokenizer, required)
     assert [*forced] == ["structural_tag"]
     found = read(made, tokenizer, ROME, tools=required, forced=forced)
-    assert (calls_of(found), found.finish_reason) == ([("get_weather", '{"city": "Rome"}')], "tool_calls")
+    assert (calls_of(found), reason_of(found)) == ([("get_weather", '{"city": "Rome"}')], "tool_calls")
     of_name = Tools(TOOLS, "named", "get_time")
     named = read(made, tokenizer, NOW, tools=of_name, forced=structure_of(tokenizer, of_name))
-    assert (calls_of(named), named.finish_reason) == ([("get_time", "{}")], "stop")
+    assert (calls_of(named), reason_of(named)) == ([("get_time", "{}")], "stop")
     for text, reason in (("It rains.", "stop"), (ROME[:20], "length")):
         found = read(made, tokenizer, text, tools=required, forced=forced, reason=reason)
         assert found.error is not None
@@ -226,7 +239,7 @@ def test_ids_that_the_model_has_written() -> None:
 
 
 def test_calls_are_stored(tokenizer: Any) -> None:
-    from batchinf.records import Prompt, Result
+    from batchinf.records import Prompt
     from batchinf.tasks.generate.task import Generate
 
     spec = JobSpec(

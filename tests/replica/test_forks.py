@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from batchinf.replica.incarnation import FirstFork, num_forks_of_vllm
+from batchinf.replica.incarnation import fork_event, num_forks_of_vllm
 
 
 def fork() -> None:
@@ -14,15 +14,11 @@ def fork() -> None:
 
 
 @pytest.mark.parametrize(("num_forks", "at_once", "after_one"), [(0, True, True), (1, False, True), (2, False, False)])
-def test_a_call_waits_for_the_forks(num_forks: int, at_once: bool, after_one: bool) -> None:
-    ran: list[int] = []
-    forks = FirstFork(num_forks)
-    forks.after(lambda: ran.append(1))
-    assert bool(ran) == at_once
+def test_threads_wait_for_the_forks(num_forks: int, at_once: bool, after_one: bool) -> None:
+    has_forked = fork_event(num_forks)
+    assert has_forked.is_set() == at_once
     fork()
-    assert bool(ran) == after_one
-    forks.release()
-    assert ran == [1]
+    assert has_forked.is_set() == after_one
 
 
 @pytest.mark.parametrize(

@@ -41,34 +41,23 @@ def test_the_rows_of_a_replica_that_does_not_come_up_are_done_by_the_other(actio
 def test_the_feeder_waits_for_the_fork() -> None:
     script = """
 import os, subprocess, threading
-from batchinf.replica.incarnation import FirstFork
+from batchinf.replica.incarnation import fork_event
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
-fork = FirstFork(1)
+has_forked = fork_event(1)
 began = []
-thread = threading.Thread(target=lambda: began.append(os.getpid()))
-fork.after(thread.start)
+thread = threading.Thread(target=lambda: (has_forked.wait(), began.append(os.getpid())))
+thread.start()
 subprocess.run(["true"], check=True)  # no fork of what is in this process
-assert not began
+assert not has_forked.is_set() and not began
 child = os.fork()
 if not child:
     if not os.fork():  # nor does it begin in a child that forks
         os._exit(0)
-    os._exit(1 if os.wait()[1] or began or os.environ["TOKENIZERS_PARALLELISM"] != "false" else 0)
+    is_wrong = os.wait()[1] or began or has_forked.is_set() or os.environ["TOKENIZERS_PARALLELISM"] != "false"
+    os._exit(1 if is_wrong else 0)
 assert os.waitpid(child, 0)[1] == 0 and os.environ["TOKENIZERS_PARALLELISM"] == "true"
 thread.join(120)
 assert began == [os.getpid()]
-if not os.fork():  # `start` would raise if it were called again
-    os._exit(0)
-os.wait()
-fork.after(lambda: began.append("late"))
-assert began[1:] == ["late"]
-never = FirstFork(1)
-never.after(lambda: began.append("released"))
-assert began[2:] == []
-never.release()
-assert began[2:] == ["released"]
-FirstFork(0).after(lambda: began.append("at once"))
-assert began[3:] == ["at once"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)

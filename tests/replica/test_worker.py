@@ -20,10 +20,9 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Lease, Prompt, Request
+from batchinf.records import Completion, Lease, Prompt, Request, Result
 from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica import worker as worker_module
-from batchinf.replica.feeder import FailedRow, error_result
 from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
 from batchinf.replica.pipeline import Pipeline
@@ -297,8 +296,8 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert {row["error_type"] for row in bad} == {"invalid_request"}
     assert "row 3 is not to my taste" in bad[0]["error_message"]
     assert all(row["text"] is None and row["token_ids"] is None for row in bad)
-    assert sum(one.worker.progress().errors.values()) == 4
-    assert one.worker.progress().num_rows == 40
+    progress = one.worker.progress()
+    assert (sum(progress.errors.values()), progress.num_rows, progress.num_answered) == (4, 40, 36)
     assert not one.worker._entries  # nothing is held of rows that are over
 
 
@@ -377,6 +376,7 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
     assert [row["error_type"] is None for row in one.rows()] == [True, False, False, False]
     assert all(row["error_message"] for row in one.rows()[1:])
     assert one.engine.added == [(0, 0)]
+    assert (one.worker.progress().num_rows, one.worker.progress().num_answered) == (4, 1)
 
 
 def test_admission_waits_for_the_disk(
@@ -586,7 +586,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     opened = one.feeder.open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
-    row, take = FailedRow(opened, (error_result(prompt, 0, 1, prompt.error, attempts=1),)), queue.take
+    row, take = (opened, Result(prompt, 0, 1, None, None, prompt.error, 1)), queue.take
     ending: list[threading.Thread] = []
 
     def take_and_end(*arguments: Any) -> list[Any]:

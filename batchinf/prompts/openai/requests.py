@@ -1,15 +1,12 @@
 """Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
-import contextlib
-import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchinf.base.errors import RowError, RowFailed, SpecError
-from batchinf.prompts.chat import ChatTemplate, Message, read_messages
-from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
+from batchinf.base.errors import RowError, SpecError
+from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -26,13 +23,12 @@ from batchinf.prompts.openai.lines import (
     take_truncation,
     unsupported,
 )
-from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
+from batchinf.prompts.tools import tools_of_line
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OPENAI, JsonLines
-from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
 _CHAT_FLAGS = ("add_generation_prompt", "continue_final_message")
 # Given to the chat template as variables. A template without such a variable does not see them.
@@ -55,9 +51,12 @@ class RowRequest:
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
-    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+    """Beside a text that spells a placeholder: see `Placeholders.as_text`. Of a text that is too long, those of a piece
+    that is long enough to cut. None: the tokenizer makes them."""
     sampling: dict[str, Any] | None = field(default_factory=dict)
     """Fields of SamplingSpec by name, in place of the job's. None: columns have them; see `RowSampling`."""
+    own_sampling: SamplingSpec | None = None
+    """The job's sampling with the fields of a line. `PromptBuilder` sets it."""
     chat: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template by name."""
     is_chat: bool = False
@@ -74,7 +73,7 @@ class RowRequest:
     parts: "tuple[RowRequest, ...]" = ()
     """The requests of a line with several prompts, which has none of its own."""
     error: RowError | None = None
-    """Why a part has no prompt."""
+    """Why the row, or one of its parts, has no prompt."""
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
@@ -132,15 +131,14 @@ class BatchReader(BodyReader[RowRequest]):
         form = {"url": CHAT_URL} | _form(body)
         if self._takes_images:
             _refuse_options_of_images(body)
-        line = self._tools(body)
+        rendered, tools = tools_of_line(body, has_parser=self._parses_calls)
         truncation = take_truncation(body)
         prompt = {**self._messages(body), "truncation": truncation}
         sampling = self._take_sampling(body, CHAT_URL)
-        if line is None:
-            return RowRequest(**prompt, sampling=sampling, form=json.dumps(form))
-        prompt["chat"]["tools"] = line.rendered
-        self._check_choice(line.tools, sampling)
-        return RowRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
+        if rendered:
+            prompt["chat"]["tools"] = rendered
+        self._check_choice(tools, sampling)
+        return RowRequest(**prompt, sampling=sampling, tools=tools, form=json.dumps(form))
 
     def _completion(self, body: dict[str, Any]) -> RowRequest:
         form = {"url": COMPLETIONS_URL} | _form(body)
@@ -160,12 +158,6 @@ class BatchReader(BodyReader[RowRequest]):
             RowRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form)) for prompt in prompts
         )
         return requests[0] if number == 1 else replace(requests[0], text=None, token_ids=None, parts=requests)
-
-    def _tools(self, body: dict[str, Any]) -> LineTools | None:
-        try:
-            return tools_of_line(body, has_parser=self._parses_calls)
-        except ToolsError as error:
-            raise unsupported(str(error)) from None
 
     def _check_choice(self, tools: Tools | None, sampling: Mapping[str, Any]) -> None:
         """Raise RowFailed for a forced call in a text that must follow a structure."""
@@ -335,64 +327,3 @@ def _structure(response_format: object) -> dict[str, Any] | None:
         return {"json": schema["schema"]}
     allowed = "text, json_object, structural_tag, or json_schema with its schema"
     raise unsupported(f"body.response_format: got {show(kind or response_format)}; must be {allowed}")
-
-
-class BatchPrompts:
-    """Lines of a batch file → prompts, with the job's chat template and system prompt."""
-
-    def __init__(
-        self,
-        spec: JobSpec,
-        tokenizer: Any,
-        begun_at: str | None,
-        *,
-        reader: BodyReader[RowRequest],
-        placeholders: Placeholders | None = None,
-    ) -> None:
-        """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
-
-        placeholders: see `Renderer.placeholders`.
-        """
-        self._placeholders = placeholders
-        self._reader = reader
-        self._system_prompt = spec.input.system_prompt
-        self._takes_images = spec.input.has_images and reader.takes_images
-        self._chat: ChatTemplate | None = None
-        # Without a chat template, each conversation becomes an error row.
-        with contextlib.suppress(ValueError):
-            self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
-
-    def read(self, row: Row) -> RowRequest:
-        """The request of a row, with its messages as text. Raises RowFailed, but not for one of several parts."""
-        request = self._rendered(self._reader.read_row(row))
-        return replace(request, parts=tuple(map(self._part, request.parts))) if request.parts else request
-
-    def _part(self, part: RowRequest) -> RowRequest:
-        try:
-            return self._rendered(part)
-        except RowFailed as failed:
-            return replace(part, error=failed.error)
-
-    def _rendered(self, request: RowRequest) -> RowRequest:
-        """The request with its messages as text. Raises RowFailed."""
-        if request.messages is None:
-            return request
-        messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        render = functools.partial(self._render, request)
-        text, ids, images = render_conversation(messages, (), render, self._placeholders)
-        if images and request.truncation is not None:
-            # vLLM counts all tokens of images, too, and refuses to cut them.
-            hint = "whose images it could cut off: leave it out, and shorten the text"
-            raise unsupported(f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
-        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
-
-    def _render(self, request: RowRequest, messages: list[Message]) -> str:
-        if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        if self._chat is None:
-            raise RowFailed("template_error", "the model has no chat template; give one as input.chat_template")
-        options = dict(request.chat)
-        options |= options.pop("chat_template_kwargs", {})
-        if options.get("continue_final_message") and "add_generation_prompt" not in options:
-            options["add_generation_prompt"] = False
-        return self._chat.render(messages, **options)

@@ -122,7 +122,7 @@ class ScorePrompts(PromptBuilder):
                 # A context with images is not cut: the engine says whether it fits.
                 most = None if draft.images else max_model_len
                 prompts.append(self._prompt(draft, ids, most))
-        return self._adapter.apply(rows, prompts)
+        return self.with_adapters(rows, prompts)
 
     # -- texts of a row ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchinf.base.errors import RowError
-from batchinf.prompts.builder import Draft, PromptBuilder
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import side_of
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
@@ -139,11 +139,10 @@ class EmbeddingPrompts(PromptBuilder):
         super().__init__(spec, tokenizer, vocab_size, begun_at, **{**options, "reader": EmbeddingReader(spec)})
         self._side_of_lines = side_of(tokenizer)
 
-    def _of_drafts(self, parts: Sequence[Draft]) -> Draft:
+    def _of_requests(self, parts: Sequence[RowRequest]) -> RowRequest:
         """See `PromptBuilder`. It has the first error of its inputs."""
-        error = next((part.ids for part in parts if isinstance(part.ids, RowError)), None)
-        line = super()._of_drafts(parts)
-        return line if error is None else replace(line, ids=error, encoder=None)
+        error = next((part.error for part in parts if part.error is not None), None)
+        return replace(super()._of_requests(parts), error=error)
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """See `PromptBuilder`. A line is an error row if one of its inputs gives no prompt."""

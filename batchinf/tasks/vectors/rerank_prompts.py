@@ -9,10 +9,11 @@ from typing import Any
 
 from batchinf.base.errors import RowError, RowFailed, SpecError
 from batchinf.base.text import describe_error
-from batchinf.prompts.builder import Draft, PromptBuilder
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, begins_with_two, enough_tokens, show, side_of
 from batchinf.prompts.openai.lines import Truncation, unsupported
+from batchinf.prompts.openai.requests import RowRequest
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -70,7 +71,7 @@ class RerankPrompts(PromptBuilder):
             request, inputs = read
             encodings = list(itertools.islice(encoded, len(inputs)))
             prompts.append(self._prompt(row, request, encodings, max_model_len))
-        return self._adapter.apply(rows, prompts)
+        return self.with_adapters(rows, prompts)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
@@ -231,13 +232,13 @@ class RerankPrompts(PromptBuilder):
     def _has_pairs(self) -> bool:
         return self._is_cross and self._has_separator and self._template is None
 
-    def _draft(self, row: Row, max_model_len: int | None) -> Draft:
+    def _request(self, row: Row, max_model_len: int | None) -> RowRequest:
         """The query and all documents as one text, for outlines and previews."""
         try:
             request = self._reader.read_row(row)
         except RowFailed as failed:
-            return Draft(None, failed.error)
-        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder)
+            return RowRequest(error=failed.error)
+        return RowRequest(text="\n".join([*request.queries, *request.documents]))
 
 
 def _check_limits(request: RerankRequest, max_model_len: int | None) -> None:
