@@ -46,9 +46,9 @@ from batchinf.replica.messages import (
     Event,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Ready,
     Revoked,
+    StartPhase,
     Stop,
     Stopped,
     Tried,
@@ -283,7 +283,7 @@ class Coordinator:
         """Do what follows from messages of replicas, but the commit of their parts. Returns these."""
         made: list[Part] = []
         ready: list[tuple[FleetReplica, Ready]] = []
-        without_placement: list[tuple[FleetReplica, NoPlacement]] = []
+        without_placement: list[tuple[FleetReplica, StartPhase]] = []
         stopped: list[FleetReplica] = []
         for replica, event in heard:
             match event:
@@ -300,7 +300,7 @@ class Coordinator:
                 case Ready():
                     ready.append((replica, event))
                     self._let_begin(replica, event)
-                case NoPlacement():
+                case StartPhase():
                     without_placement.append((replica, event))
                 case Tried(rows):
                     self.quarantine.survived(replica, rows)
@@ -414,7 +414,7 @@ class Coordinator:
             room = f"; its KV cache holds {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
-    def _say_without_placement(self, replicas: list[tuple[FleetReplica, NoPlacement]]) -> None:
+    def _say_without_placement(self, replicas: list[tuple[FleetReplica, StartPhase]]) -> None:
         if not replicas:
             return
         numbers = list_names(str(replica.number) for replica, _ in replicas)

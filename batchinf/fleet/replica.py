@@ -23,7 +23,6 @@ from batchinf.replica.messages import (
     Key,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Progress,
     Ready,
     Revoked,
@@ -329,15 +328,12 @@ class FleetReplica:
         current = self.current
         current.start_moved_at = now
         match event:
-            case StartPhase(name, host):
+            case StartPhase(name, host, shortage):
                 self.state = name
                 self.host = host or self.host
                 self.start_detail = ""
-                current.no_placement_since = None
-            case NoPlacement():
-                self.state = "waiting for a node"
-                current.no_placement_since = now
-                return event
+                current.no_placement_since = now if shortage else None
+                return event if shortage else None
             case Ready(info):
                 self.state = "running"
                 self.start_detail = ""

@@ -16,7 +16,6 @@ from batchinf.replica.messages import (
     Failed,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Progress,
     Ready,
     Revoked,
@@ -103,7 +102,7 @@ def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseDone
 PASSES_ON = "the event itself"
 EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "phase": (StartPhase("loading", "host"), None, None, "loading"),
-    "no place": (NoPlacement("each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting for a node"),
+    "no place": (StartPhase("waiting", shortage="each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting"),
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
