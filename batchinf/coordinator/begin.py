@@ -14,7 +14,7 @@ from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
 from batchinf.fleet.engine_defaults import lines_of
-from batchinf.fleet.launcher import Launcher
+from batchinf.fleet.fleet import Fleet
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
@@ -38,14 +38,14 @@ from batchinf.version import __version__
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
-def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, *, job_id: str) -> State:
+def begin_job(job: Job, manifest: Manifest, fleet: Fleet, choice: Choice, *, job_id: str) -> State:
     """Begin the job, durably, and return its state. choice: the rows that run, whose file is already written."""
     if job.slice is None:
         claim_whole(job.spec.output.folder, job.spec.output.bucket())
     # Segments without a manifest belong to no job.
     journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
-    header, extent = new_header(job, len(launcher.slots), choice, job_id)
-    notes = "".join(f"# {line}\n" for line in lines_of(launcher.settings.chosen))
+    header, extent = new_header(job, len(fleet.replicas), choice, job_id)
+    notes = "".join(f"# {line}\n" for line in lines_of(fleet.settings.chosen))
     job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
     manifest.record(header)

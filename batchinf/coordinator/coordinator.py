@@ -29,7 +29,7 @@ from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.fleet.devices import platform_warning
 from batchinf.fleet.fleet import Ended, Fleet
-from batchinf.fleet.launcher import note_end, start_due
+from batchinf.fleet.launch import note_end, start_due
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
@@ -380,7 +380,7 @@ class Coordinator:
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
         engine = event.engine
-        platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.launcher.epoch)
+        platform = Platform(engine.device, engine.versions, engine.settings, self.fleet.epoch)
         same_device = self.job.spec.same_device
         warning = platform_warning(replica.number, platform, self._platforms, same_device=same_device)
         if warning is not None:

@@ -8,7 +8,6 @@ from batchinf.coordinator.content_gate import ContentGate
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.repair import RepairFile
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.speed import EngineTimes
 from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
@@ -26,7 +25,6 @@ class Epoch:
     state: State
     lock: JobLock
     manifest: Manifest
-    launcher: Launcher
     fleet: Fleet
     """Knows its work. No replica runs if all shards are committed. For a retry, it turns to other work."""
     content_gate: ContentGate

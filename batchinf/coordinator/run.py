@@ -50,7 +50,7 @@ from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.launcher import end_all
+from batchinf.fleet.launch import end_all, turn_to
 from batchinf.fleet.parallel import check_processor
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.speed import measured_speed
@@ -237,7 +237,7 @@ def _prepare(
     if retry is None:
         check_drift(prepared, state.header, files=differences)
         return prepared, contents
-    if is_cpu_build():  # the launcher checks the sampling that the job began with
+    if is_cpu_build():  # `choose_engines` checks the sampling that the job began with
         with naming_lines(file):
             check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
     return as_begun(prepared, state.header, differences), contents
@@ -283,7 +283,7 @@ def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
 
 def _speed(epoch: Epoch) -> Speed | None:
     """The speed of what has run last: of the rows, or of the last retry."""
-    return measured_speed(epoch.job.folder, epoch.state, epoch.times, epoch.launcher.epoch)
+    return measured_speed(epoch.job.folder, epoch.state, epoch.times, epoch.fleet.epoch)
 
 
 def _run_shards(
@@ -295,7 +295,6 @@ def _run_shards(
     begins_together: bool = False,
 ) -> None:
     """Run all shards that are not committed, or the rest of a retry, whose work the fleet knows."""
-    launcher = epoch.launcher
     fleet = epoch.fleet
     retry = None if unfinished is None else unfinished.retry
     order = RunOrder(job.folder, state.extents)
@@ -322,7 +321,7 @@ def _run_shards(
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
     quarantine = Quarantine(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(quarantine.leases.values())
-    telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
+    telemetry = Telemetry(job.folder, fleet.epoch, fleet.backend.watch_devices(fleet.devices))
     coordinator = Coordinator(
         epoch=epoch,
         job=job,
@@ -347,7 +346,7 @@ def _run_shards(
         raise HopelessJob("\n".join([str(error), *lines])) from None
     finally:
         telemetry.close()
-    launcher.note_warm(fleet)
+    fleet.note_cache_warm()
     if coordinator.requests:  # it came when all rows were done
         epoch.stops.append(coordinator.requests.name)
 
@@ -430,7 +429,7 @@ def _finish_retries(epoch: Epoch, state: State) -> State:
             raise Interrupted(f"stopped on {epoch.stops[0]}")
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
         fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
-        epoch.launcher.turn_to(epoch.fleet, manifest, job=unfinished.job, state=state, retry=retry, say=say)
+        turn_to(epoch.fleet, manifest, job=unfinished.job, state=state, retry=retry, say=say)
         _run_shards(epoch, unfinished.job, state, unfinished=unfinished)
         state = committed_state(job.folder)
         if epoch.mirror is not None:

@@ -10,7 +10,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, end_all, ending, start_due, work_of
+from batchinf.fleet.launch import choose_engines, end_all, ending, new_fleet, start_due, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
@@ -97,8 +96,11 @@ def start(
     backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with naming_lines(prepared.file):
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say)
-    fleet = launcher.fleet(job_id)
+        launched, settings, slots = choose_engines(prepared, backend, say=display.say)
+    make_fleet = functools.partial(
+        new_fleet, backend=backend, settings=settings, slots=slots, job_id=job_id, epoch=number
+    )
+    fleet = make_fleet(launched)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
     new_id = job_id if prepared.state is None else None
@@ -115,11 +117,10 @@ def start(
         _start_replicas(prepared, fleet, manifest, display.say)
         job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
-        if launcher.task.spec.input.format != job.spec.input.format:
+        if launched.spec.input.format != job.spec.input.format:
             # Only later rows show that the input is a batch file. Its engines have other arguments.
             end_all(fleet, manifest)
-            launcher = replace(launcher, task=job.task)
-            fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
+            fleet = make_fleet(job, num_before=fleet.num_incarnations)
             opened.enter_context(ending(fleet, manifest))
         state = prepared.state
         for line in check_retry(job, state):
@@ -138,7 +139,6 @@ def start(
             checks,
             choice=choice,
             manifest=manifest,
-            launcher=launcher,
             fleet=fleet,
             job_id=job_id,
             display=display,
@@ -148,7 +148,7 @@ def start(
         gate.look(fleet)
         manifest.commit()  # after the look, which may have made one commit of all
         faults.point("start.recovered")
-        for line in _job_lines(job, state, launcher, prepared.overrides):
+        for line in _job_lines(job, state, fleet, prepared.overrides):
             display.say(line)
         if state.committed.all():
             end_all(fleet, manifest)  # the recovery took all parts in that were missing
@@ -160,7 +160,6 @@ def start(
             state=state,
             lock=lock,
             manifest=manifest,
-            launcher=launcher,
             fleet=fleet,
             content_gate=gate,
             times=EngineTimes(),
@@ -223,7 +222,6 @@ def _begun(
     *,
     choice: Choice | None,
     manifest: Manifest,
-    launcher: Launcher,
     fleet: Fleet,
     job_id: str,
     display: ProgressDisplay,
@@ -236,7 +234,7 @@ def _begun(
     num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
     _await(checks, fleet, num_rows, display)
     if choice is not None:
-        state = begin_job(job, manifest, launcher, choice, job_id=job_id)
+        state = begin_job(job, manifest, fleet, choice, job_id=job_id)
     assert state is not None
     if prepared.new == "take":
         state = extend_job(job, state, manifest, num_replicas=len(fleet.replicas), say=display.say)
@@ -312,7 +310,7 @@ def _recover(
         say(f"warning: {len(more):,} more parts are gone or altered: {rows} run again")
 
 
-def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[str, Any]) -> Iterator[str]:
+def _job_lines(job: Job, state: State, fleet: Fleet, overrides: Mapping[str, Any]) -> Iterator[str]:
     """The task with its sampling, the rows and where they run, and a warning about the disk.
 
     overrides: the retry's sampling, by the fields of the spec.
@@ -324,13 +322,13 @@ def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[st
     samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     if "n" in job.spec.sampling.columns:
         samples = f" with the samples of column '{job.spec.sampling.columns['n']}'"
-    slots = launcher.slots
+    slots = [replica.slot for replica in fleet.replicas]
     devices = ", ".join("+".join(slot.devices) for slot in slots)
     yield (
         ("" if job.slice is None else f"slice {job.slice}: ")
         + f"{counted(total_rows(state.extents), 'input row')}{samples} in {counted(len(state.committed), 'shard')}, "
         + f"{int(state.committed.sum()):,} of them done{kept}; {counted(len(slots), 'replica')} on "
-        + (devices if slots[0].devices else launcher.backend.processors)
+        + (devices if slots[0].devices else fleet.backend.processors)
     )
     if (warning := room_warning(job, state, len(slots))) is not None:
         yield warning

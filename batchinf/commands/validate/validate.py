@@ -31,7 +31,7 @@ from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_row
 from batchinf.coordinator.retry import check_retry
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.launch import choose_backend
 from batchinf.fleet.parallel import check_devices, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
