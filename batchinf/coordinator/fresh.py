@@ -137,9 +137,9 @@ def _check_all(prepared: PreparedJob, backend: Backend, *, folder: Folder, displ
                 list(check.lines())
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
             rows = range(job.source.num_rows)
-            choice = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
-            refuse_hopeless(job, choice.order(Folder(scratch)), job.prompt_builder)
-        check_size(job, choice.num_rows if job.slice is None else len(job.slice.rows(choice.num_rows)))
+            chosen = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
+            refuse_hopeless(job, chosen, job.prompt_builder)
+        check_size(job, len(chosen) if job.slice is None else len(job.slice.rows(len(chosen))))
 
 
 def _names(root: pathlib.Path) -> Iterator[pathlib.Path]:

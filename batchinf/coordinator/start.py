@@ -57,7 +57,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt
-from batchinf.schedule.positions import Choice, RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
 from batchinf.spec.file import retried_structures
 
@@ -132,15 +132,14 @@ def start(
             # The first slice that chooses its rows decides what the output folder holds: one that is refused must not.
             _await(checks, fleet, 0, display)
             refuse_hopeless(job, (), make_builder)
-        choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
         state = _begun(
             prepared,
             job,
             checks,
-            choice=choice,
             manifest=manifest,
             fleet=fleet,
             job_id=job_id,
+            make_builder=make_builder,
             display=display,
         )
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
@@ -153,7 +152,8 @@ def start(
         if state.committed.all():
             end_all(fleet, manifest)  # the recovery took all parts in that were missing
         else:
-            _give_work(job, state, fleet, choice=choice, make_builder=make_builder, say=display.say)
+            is_new = prepared.state is None
+            _give_work(job, state, fleet, is_new=is_new, make_builder=make_builder, say=display.say)
         make_builder.cache_clear()
         yield Epoch(
             job=job,
@@ -220,37 +220,26 @@ def _begun(
     job: Job,
     checks: list[StructuresCheck],
     *,
-    choice: Choice | None,
     manifest: Manifest,
     fleet: Fleet,
     job_id: str,
+    make_builder: Callable[[], PromptBuilder],
     display: ProgressDisplay,
 ) -> State:
-    """Begin the job after the check of its structures, or take new rows in if it has begun and is to be extended.
-
-    choice: the rows of a new job.
-    """
+    """Begin a new job, after the check of its structures. If it has begun, take new rows in if it is to be extended."""
     state = prepared.state
-    num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
-    _await(checks, fleet, num_rows, display)
-    if choice is not None:
-        state = begin_job(job, manifest, fleet, choice, job_id=job_id)
-    assert state is not None
+    if state is None:
+        order, ordered_by = ordering.begin(job, display.say, manifest.check_lock)
+        check_size(job, len(order))
+        if job.slice is None:
+            refuse_hopeless(job, order, make_builder)
+        _await(checks, fleet, len(order) * job.task.num_rows_per_input, display)
+        return begin_job(job, manifest, fleet, order.extents[0], ordered_by=ordered_by, job_id=job_id)
+    ordering.restore(job, state, display.say)
+    _await(checks, fleet, 0, display)
     if prepared.new == "take":
         state = extend_job(job, state, manifest, num_replicas=len(fleet.replicas), say=display.say)
     return state
-
-
-def _choose_rows(
-    job: Job, state: State | None, lock: JobLock, *, say: Say, make_builder: Callable[[], PromptBuilder]
-) -> Choice | None:
-    """The rows of a new job, in their order. For a job that has begun, restores their files and returns None."""
-    choice = ordering.begin_or_restore(job, state, say, lock.check)
-    if choice is not None:
-        check_size(job, choice.num_rows)
-        if job.slice is None:
-            refuse_hopeless(job, choice.order(job.folder), make_builder)
-    return choice
 
 
 def _await(checks: list[StructuresCheck], fleet: Fleet, num_rows: int, display: ProgressDisplay) -> None:
@@ -350,20 +339,17 @@ def _give_work(
     state: State,
     fleet: Fleet,
     *,
-    choice: Choice | None,
+    is_new: bool,
     make_builder: Callable[[], PromptBuilder],
     say: Say,
 ) -> None:
-    """Tell the replicas about the rows, and say what can be said of them while they open the input.
-
-    choice: the rows of a new job.
-    """
+    """Tell the replicas about the rows, and say what can be said of them while they open the input."""
     order = RunOrder(job.folder, state.extents)
     open_shards = np.flatnonzero(~state.committed).tolist()
     pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
     fetch_input(job, state, pieces, say)
     fleet.give_work(work_of(job, state, None))
-    _warn(job, order, say, None if choice is None else make_builder())
+    _warn(job, order, say, make_builder() if is_new else None)
 
 
 def _warn(job: Job, positions: Sequence[int], say: Say, builder: PromptBuilder | None) -> None:
