@@ -121,7 +121,9 @@ class Coordinator:
         self._placement_timeout_s = spec.ray.placement_timeout_s
         self._next_status = 0.0
         self._next_round = 0.0
-        self._has_begun = False
+        self._began_at: float | None = None
+        self.work_s: float | None = None
+        """From the first request to the last part; None before that, or if there was no request."""
         # Rows of an attempt have failed before, so many fail again.
         is_attempt = self.retry is not None and self.retry.is_automatic
         self._is_judged = is_attempt or spec.max_error_rate >= HOPELESS_RATE
@@ -323,9 +325,8 @@ class Coordinator:
 
     def _note_begun(self, event: LeaseBegun) -> None:
         shard = event.lease[0]
-        if not self._has_begun:
-            self._has_begun = True
-            self.epoch.times.began_at.append(time.monotonic())
+        if self._began_at is None:
+            self._began_at = time.monotonic()
             self._manifest.event("first_request", shard=shard)
         if event.num_recovered:
             self._manifest.event("recovered", shard=shard, num_requests=event.num_recovered)
@@ -353,7 +354,7 @@ class Coordinator:
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.quarantine.forget(part.shard)
         if parts and self._is_finished:
-            self.epoch.times.ended_at.append(time.monotonic())
+            self.work_s = None if self._began_at is None else time.monotonic() - self._began_at
             self._manifest.event("all_committed")
         if parts or not made or self._mirror is None:  # parts that are being uploaded are committed later
             self._manifest.commit()
@@ -396,8 +397,6 @@ class Coordinator:
             versions=engine.versions,
             settings=engine.settings,
         )
-        self.epoch.times.engines[replica.number] = engine
-        self.epoch.times.ready_at.append(time.monotonic())
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True

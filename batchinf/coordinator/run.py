@@ -58,7 +58,7 @@ from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import naming_lines, prepare_run
-from batchinf.manifest.lines import Done, Retry, Speed
+from batchinf.manifest.lines import Done, Retry
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
@@ -270,20 +270,14 @@ def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, dis
 
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
-    speed = None
     if not epoch.state.committed.all():
         _run_shards(epoch, epoch.job, epoch.state, begins_together=begins_together)
-        speed = _speed(epoch)  # before the retries, whose few rows say little of it
     _run_retries(epoch)
     end_all(epoch.fleet, epoch.manifest)
-    speed = speed or _speed(epoch)
-    epoch.manifest.record(Done(speed and replace(speed, run_s=time.monotonic() - began)))
+    # The few rows of later retries say little of the speed.
+    speed = replace(epoch.speeds[0], run_s=time.monotonic() - began) if epoch.speeds else None
+    epoch.manifest.record(Done(speed))
     epoch.manifest.commit()
-
-
-def _speed(epoch: Epoch) -> Speed | None:
-    """The speed of what has run last: of the rows, or of the last retry."""
-    return measured_speed(epoch.job.folder, epoch.state, epoch.times, epoch.fleet.epoch)
 
 
 def _run_shards(
@@ -347,6 +341,8 @@ def _run_shards(
     finally:
         telemetry.close()
     fleet.note_cache_warm()
+    if coordinator.work_s is not None and (speed := measured_speed(job.folder, state, fleet, coordinator.work_s)):
+        epoch.speeds.append(speed)
     if coordinator.requests:  # it came when all rows were done
         epoch.stops.append(coordinator.requests.name)
 

@@ -30,7 +30,6 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launch import choose_engines, end_all, ending, new_fleet, start_due, work_of
 from batchinf.fleet.parallel import with_degrees
-from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.choose import Say
@@ -162,7 +161,6 @@ def start(
             manifest=manifest,
             fleet=fleet,
             content_gate=gate,
-            times=EngineTimes(),
             display=display,
             retry=retry,
             overrides=prepared.overrides,
