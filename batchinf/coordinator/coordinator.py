@@ -578,7 +578,7 @@ class Coordinator:
             left_s=None if left_s is None else round(left_s, 1),
             stalled_by_disk_s=round(totals.stalled_by_disk_s, 3),
             replicas=tuple(replica.status() for replica in self.fleet.replicas),
-            devices=self.telemetry.devices,
+            devices=self.telemetry.device_looks(),
             updated_at=round(time.time(), 3),
         )
 

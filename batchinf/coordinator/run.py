@@ -315,7 +315,7 @@ def _run_shards(
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
     quarantine = Quarantine(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(quarantine.leases.values())
-    telemetry = Telemetry(job.folder, fleet.epoch, fleet.backend.watch_devices(fleet.devices))
+    telemetry = Telemetry(job.folder, fleet.epoch, functools.partial(fleet.backend.device_looks, fleet.devices))
     coordinator = Coordinator(
         epoch=epoch,
         job=job,
@@ -338,8 +338,6 @@ def _run_shards(
     except HopelessJob as error:
         lines = ended_early_lines(job, committed_state(job.folder))
         raise HopelessJob("\n".join([str(error), *lines])) from None
-    finally:
-        telemetry.close()
     fleet.note_cache_warm()
     if coordinator.work_s is not None and (speed := measured_speed(job.folder, state, fleet, coordinator.work_s)):
         epoch.speeds.append(speed)

@@ -4,13 +4,12 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.engines.protocol import EngineStats
-from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.replica.messages import Progress
@@ -220,36 +219,27 @@ class _Sample:
 class Telemetry:
     """Takes the samples of one epoch: one a second at first, later up to 15 s apart; fewer with over 64 replicas."""
 
-    def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
-        """watch: reports the job's devices. `close` closes it."""
+    def __init__(self, folder: Folder, epoch: int, device_looks: Callable[[], tuple[DeviceLook, ...]]) -> None:
+        """device_looks: the latest look at each device of the job."""
         folder.make(TELEMETRY_FOLDER)
         self._path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
         self._began = self._next = time.monotonic()
-        self._watch = watch
+        self.device_looks = device_looks
 
     @property
     def is_due(self) -> bool:
         """Whether it is time for a sample."""
         return time.monotonic() >= self._next
 
-    @property
-    def devices(self) -> tuple[DeviceLook, ...]:
-        """The latest look at each device of the job."""
-        return self._watch.looks()
-
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
         """Write one sample of all replicas and devices."""
         now = time.monotonic()
         factor = max(1.0, len(replicas) / _MANY_REPLICAS)
         self._next = now + factor * min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
-        sample = _Sample(round(time.time(), 3), tuple(replicas), self.devices)
+        sample = _Sample(round(time.time(), 3), tuple(replicas), self.device_looks())
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:
             file.write(adapter(_Sample).dump_json(sample) + b"\n")
-
-    def close(self) -> None:
-        """Take no more samples."""
-        self._watch.close()
 
 
 def read_looks(folder: Folder) -> Iterator[dict[str, Any]]:
