@@ -33,7 +33,7 @@ from batchinf.fleet.launch import note_end, start_due
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
-from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
+from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import Lowered, Platform, Retry
 from batchinf.manifest.names import staged_file
@@ -400,7 +400,7 @@ class Coordinator:
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
-            self._rates.look(time.monotonic(), Totals())
+            self._rates.look(time.monotonic(), ())
         self._gate.admit(self.fleet, replica)
         self._assignment.note_ready()
 
@@ -542,7 +542,7 @@ class Coordinator:
 
     def _look_at_rates(self) -> None:
         if self._is_measuring:
-            self._rates.look(time.monotonic(), self.fleet.totals)
+            self._rates.look(time.monotonic(), self.fleet.last_reports)
 
     def _sample(self) -> None:
         looks = []
@@ -555,7 +555,7 @@ class Coordinator:
 
     def _status(self, state: str) -> JobStatus:
         count = self.count
-        totals = self.fleet.totals
+        reports = self.fleet.last_reports
         num_done = count.num_done
         if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
             self._look_at_rates()
@@ -571,12 +571,12 @@ class Coordinator:
             errors=count.errors,
             num_shards=self._num_shards,
             num_shards_done=count.num_committed_shards,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_output_tokens=totals.num_output_tokens,
+            num_prompt_tokens=sum(report.num_prompt_tokens for report in reports),
+            num_output_tokens=sum(report.num_output_tokens for report in reports),
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
             output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
             left_s=None if left_s is None else round(left_s, 1),
-            stalled_by_disk_s=round(totals.stalled_by_disk_s, 3),
+            stalled_by_disk_s=round(sum(report.stalled_by_disk_s for report in reports), 3),
             replicas=tuple(replica.status() for replica in self.fleet.replicas),
             devices=self.telemetry.device_looks(),
             updated_at=round(time.time(), 3),

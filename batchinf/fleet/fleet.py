@@ -13,7 +13,6 @@ from batchinf.fleet.devices import Slot, devices_of
 from batchinf.fleet.memory.engine_settings import EngineSettings, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
 from batchinf.fleet.replica import FleetReplica
-from batchinf.fleet.status import Totals
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import Lease
@@ -27,6 +26,7 @@ from batchinf.replica.messages import (
     InFlightRequest,
     Launch,
     LeaseDone,
+    Progress,
     Revoke,
     Stop,
     Trial,
@@ -404,6 +404,6 @@ class Fleet:
         return now - max(known) if known and len(known) == len(since) else None
 
     @property
-    def totals(self) -> Totals:
-        """Totals of all incarnations since the coordinator started."""
-        return sum((replica.totals for replica in self.replicas), Totals())
+    def last_reports(self) -> list[Progress]:
+        """The last report of each incarnation since the coordinator started."""
+        return [report for replica in self.replicas for report in replica.last_reports]

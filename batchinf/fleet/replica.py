@@ -14,7 +14,7 @@ from batchinf.base.errors import UserError
 from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
-from batchinf.fleet.status import ReplicaStatus, Totals
+from batchinf.fleet.status import ReplicaStatus
 from batchinf.records import Lease
 from batchinf.replica.messages import (
     CONDEMNED,
@@ -133,8 +133,8 @@ class FleetReplica:
     """Where the last incarnation ran; empty before it has said so."""
     heard_at: float | None = None
     """When the last event came, in seconds since 1970; None before the first."""
-    before: Totals = field(default_factory=Totals)
-    """Of the earlier incarnations."""
+    earlier: list[Progress] = field(default_factory=list)
+    """The last reports of its earlier incarnations."""
     failures: int = 0
     """Ends since it last finished a row, without those of lost hosts."""
     host_losses: int = 0
@@ -228,12 +228,9 @@ class FleetReplica:
         return tuple(lease for key, lease in current.leases.items() if key not in fixed)
 
     @property
-    def totals(self) -> Totals:
-        """Totals of all its incarnations."""
-        progress = self.current.progress
-        return self.before + Totals(
-            progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens, progress.stalled_by_disk_s
-        )
+    def last_reports(self) -> list[Progress]:
+        """The last report of each of its incarnations."""
+        return [*self.earlier, self.current.progress]
 
     def status(self) -> ReplicaStatus:
         """For `status.json`."""
@@ -256,7 +253,7 @@ class FleetReplica:
             ),
             restarts=self.restarts,
             heard_at=self.heard_at,
-            num_rows=self.totals.num_rows,
+            num_rows=sum(report.num_answered for report in self.last_reports),
             busy=self._busy,
         )
 
@@ -476,7 +473,7 @@ class FleetReplica:
         self.start_detail = ""
         self.state = "ended" if self.is_stopping else "given up" if self.is_given_up else "restarting"
         self.restarts += not self.is_given_up
-        self.before = self.totals
+        self.earlier.append(self.current.progress)
         self.current.is_live = False
         self.current.progress = _NO_PROGRESS
         self.current.leases.clear()

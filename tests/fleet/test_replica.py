@@ -318,9 +318,10 @@ def test_of_the_last_messages_only_parts_count_for_leases() -> None:
 
 def test_an_incarnation_knows_nothing_of_the_one_before() -> None:
     replica = replica_in("up")
-    replica.hear(progress(15), now=1.0, at=1003.0)
+    replica.hear(replace(progress(15), num_answered=12), now=1.0, at=1003.0)
     assert replica.status().busy == 0.0
     replica.end("", None, now=1.0, max_restarts=9)
     replica.start("000001.0002", 3.0)
     assert (replica.is_up, replica.state, replica.status().busy) == (False, "starting", None)
-    assert (replica.num_open_rows, replica.window_rows, replica.totals.num_rows) == (0, 1, 0)
+    assert (replica.num_open_rows, replica.window_rows) == (0, 1)
+    assert replica.status().num_rows == 12  # of all incarnations
