@@ -37,7 +37,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.run import run_job
 from batchinf.engines.installed import check_sampling_fields, check_structures_config, engine_argument_names
-from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.launch import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results, open
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, list_of, read_spec

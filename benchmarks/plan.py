@@ -23,7 +23,7 @@ from shapes import SHAPES, make_model, make_prompts
 
 import batchinf.tasks.registry  # it adds the tasks to the spec
 from batchinf.base.storage import Folder
-from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.launch import choose_backend
 from batchinf.manifest.events import read_events
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of
 from batchinf.model.model import resolve

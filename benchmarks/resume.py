@@ -28,7 +28,6 @@ import pyarrow.parquet as pq
 from batchinf.base.storage import Folder
 from batchinf.coordinator.begin import new_header
 from batchinf.coordinator.run import FOLDERS
-from batchinf.job.choose import consecutive
 from batchinf.job.job import Job
 from batchinf.job.open import open_job
 from batchinf.manifest.events import read_events
@@ -36,7 +35,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.output.proof import expected_entries
 from batchinf.records import Part, PartCounts, Shard
-from batchinf.schedule.shards import shard_at, total_shards
+from batchinf.schedule.shards import shard_at, total_shards, uncut
 from batchinf.spec.file import dump_spec, read_spec
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -93,7 +92,7 @@ def write_rows(path: pathlib.Path, num_rows: int) -> None:
 def make_job(job: Job, num_parts: int) -> None:
     """Write the output folder of a coordinator that has committed `num_parts` parts."""
     job.folder.make(*FOLDERS)
-    header, extent = new_header(job, 1, consecutive(job.rows), uuid.uuid4().hex)
+    header, extent = new_header(job, 1, uncut(job.rows), uuid.uuid4().hex)
     num_shards = total_shards((extent,))
     if num_shards < num_parts:
         sys.exit(f"got {num_shards:,} shards for {num_parts:,} parts; give more rows for each part")

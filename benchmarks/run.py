@@ -42,7 +42,7 @@ from shapes import make_adapter, make_model, make_prompts, make_text
 from workloads import WORKLOADS, Workload
 
 from batchinf.fleet.engine_defaults import chosen_arguments, values
-from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.launch import choose_backend
 from batchinf.fleet.local.devices import visible_devices
 from batchinf.fleet.local.environment import engine_environment
 from batchinf.model.memory import fit_of

@@ -35,7 +35,7 @@ from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
 from batchinf.engines.protocol import EngineInfo, EngineStats
-from batchinf.fleet.backend import DeviceWatch, Ending
+from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
@@ -312,15 +312,6 @@ class SimulatedHandle:
             self.selector.unregister(self.channel)
 
 
-class NoWatch:
-    """A watch without devices."""
-
-    def looks(self) -> tuple[DeviceLook, ...]:
-        return ()
-
-    def close(self) -> None: ...
-
-
 class SimulatedBackend(LocalBackend):
     """The local backend, but its replicas are in the other process."""
 
@@ -335,8 +326,8 @@ class SimulatedBackend(LocalBackend):
         assert spec.parallel.data_parallel_size != "auto"
         return [Slot(number, (), ()) for number in range(spec.parallel.data_parallel_size)]
 
-    def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
-        return NoWatch()
+    def device_looks(self, names: Sequence[str]) -> tuple[DeviceLook, ...]:
+        return ()
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> Any:
         ours, theirs = socket.socketpair()

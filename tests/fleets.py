@@ -8,8 +8,11 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.memory.engine_settings import EngineSettings
+from batchinf.model.memory import Fit, Needs
 from batchinf.planning.gpus import gpu_named
 from batchinf.replica.messages import Launch
+from batchinf.spec.job import JobSpec
 
 
 class Devices(LocalBackend):
@@ -30,6 +33,7 @@ def fleet_of(
     backend: Backend, slots: Iterable[Slot], launch: Callable[[Slot, str], Launch], folder: pathlib.Path, **changes: Any
 ) -> Fleet:
     """A fleet with one restart for each replica, and its logs in `folder`."""
+    spec = JobSpec.model_validate({"model": "m", "input": {"path": "in"}, "output": {"path": "out"}})
     settings: dict[str, Any] = {
         "requests_per_row": 1,
         "epoch": 1,
@@ -37,6 +41,7 @@ def fleet_of(
         "max_restarts": 1,
         "stall_timeout_s": 60.0,
         "start_timeout_s": 600.0,
+        "settings": EngineSettings(spec, Fit(Needs(None, None))),
         "is_cache_warm": True,
     }
     return Fleet(backend, slots, launch, **{**settings, **changes})

@@ -61,9 +61,9 @@ with tempfile.TemporaryDirectory() as scratch:
         file = read_spec(folder / "job.yaml", [f"input.where={json.dumps(text)}", f"output.path={scratch}/out"])
         job = open_job(file, folder / "cache")
         choice = choose(job, range(job.source.num_rows), Folder(scratch), limit=None)
-        found.append(list(choice.order(Folder(scratch))))
+        found.append(list(choice))
     file = read_spec(folder / "job.yaml", ["input.sample=0.5", f"output.path={scratch}/out"])
-    found.append(list(choose(job, range(job.source.num_rows), Folder(scratch), limit=None).order(Folder(scratch))))
+    found.append(list(choose(job, range(job.source.num_rows), Folder(scratch), limit=None)))
 for text in templates:
     job = open_job(read_spec(folder / "job.yaml", [f"input.prompt_template={json.dumps(text)}"]), folder / "cache")
     builder = job.task.prompt_builder(load_tokenizer(job.model.tokenizer, False), None)

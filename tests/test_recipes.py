@@ -326,7 +326,6 @@ import pathlib
 from vllm.v1.metrics.stats import SchedulerStats
 from batchinf.base.storage import Folder
 from batchinf.engines.vllm.engine import _Stats
-from batchinf.fleet.local.devices import NvmlWatch
 from batchinf.fleet.status import ReplicaLook, Telemetry, read_looks
 from batchinf.replica.messages import Progress
 stats = _Stats()
@@ -334,7 +333,7 @@ for num_skipped in (3, 2):
     stats.record(SchedulerStats(num_skipped_waiting_reqs=num_skipped))
 progress = Progress(0, {}, 0, 0, 0, 0, 0.0, stats.latest)
 folder = Folder(pathlib.Path("out"))
-Telemetry(folder, 1, NvmlWatch([])).look([ReplicaLook.of(0, "000001.0001", "running", progress)])
+Telemetry(folder, 1, tuple).look([ReplicaLook.of(0, "000001.0001", "running", progress)])
 [sample] = read_looks(folder)
 print(*(sample["replicas"][0][name] for name in ("num_steps", "num_skipped", "num_waiting")))
 """,

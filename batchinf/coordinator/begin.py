@@ -14,9 +14,9 @@ from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
 from batchinf.fleet.engine_defaults import lines_of
-from batchinf.fleet.launcher import Launcher
+from batchinf.fleet.fleet import Fleet
 from batchinf.job import ordering
-from batchinf.job.choose import Say, choose, consecutive
+from batchinf.job.choose import Say, choose
 from batchinf.job.disk_space import bytes_per_row
 from batchinf.job.input_job import image_folder, input_job
 from batchinf.job.job import Job, carried_fields
@@ -28,8 +28,8 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, spec_text
 from batchinf.output import journal
-from batchinf.schedule.positions import Choice
-from batchinf.schedule.shards import Extent, choose_rows_per_shard, total_rows, total_shards
+from batchinf.schedule.positions import RunOrder
+from batchinf.schedule.shards import Extent, choose_rows_per_shard, total_rows, total_shards, uncut
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec
@@ -38,14 +38,17 @@ from batchinf.version import __version__
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
-def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, *, job_id: str) -> State:
-    """Begin the job, durably, and return its state. choice: the rows that run, whose file is already written."""
+def begin_job(job: Job, manifest: Manifest, fleet: Fleet, rows: Extent, *, ordered_by: str, job_id: str) -> State:
+    """Begin the job, durably, and return its state. rows: those that run, not cut yet; their file is written.
+
+    ordered_by: the value of `input.order` by which they run.
+    """
     if job.slice is None:
         claim_whole(job.spec.output.folder, job.spec.output.bucket())
     # Segments without a manifest belong to no job.
     journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
-    header, extent = new_header(job, len(launcher.slots), choice, job_id)
-    notes = "".join(f"# {line}\n" for line in lines_of(launcher.settings.chosen))
+    header, extent = new_header(job, len(fleet.replicas), rows, job_id, ordered_by=ordered_by)
+    notes = "".join(f"# {line}\n" for line in lines_of(fleet.settings.chosen))
     job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
     manifest.record(header)
@@ -63,11 +66,13 @@ def committed_state(folder: Folder) -> State:
     return state
 
 
-def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tuple[Header, Extent]:
-    """The manifest lines of a new job: its identity, and how its rows are cut into shards."""
+def new_header(
+    job: Job, num_replicas: int, rows: Extent, job_id: str, *, ordered_by: str = "input"
+) -> tuple[Header, Extent]:
+    """The manifest lines of a new job: its identity, and its rows cut into shards. See `begin_job`."""
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
+        rows_per_shard = auto_rows_per_shard(job, rows.num_rows, num_replicas)
     folder = image_folder(job.spec.input)
     header = Header(
         format_version=FORMAT_VERSION,
@@ -78,14 +83,14 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
         fingerprint=job.fingerprint,
         layout={
             "rows_per_shard": rows_per_shard,
-            **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
+            **({} if ordered_by == "input" else {"order": ordered_by}),
         },
         spec=job.spec.model_dump(mode="json"),
         columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source)),
         input_job=_input_job(job),
         input_folder=folder if folder is not None and is_utf8(folder) else None,
     )
-    return header, choice.extent(rows_per_shard, first_shard=0)
+    return header, replace(rows, rows_per_shard=rows_per_shard)
 
 
 def _input_job(job: Job) -> InputJob | None:
@@ -98,9 +103,9 @@ def _input_job(job: Job) -> InputJob | None:
     return other
 
 
-def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
-    """The value of `output.rows_per_shard: auto` for these rows."""
-    return choose_rows_per_shard(choice.num_rows, num_replicas, bytes_per_row(job))
+def auto_rows_per_shard(job: Job, num_rows: int, num_replicas: int) -> int:
+    """The value of `output.rows_per_shard: auto` for so many rows."""
+    return choose_rows_per_shard(num_rows, num_replicas, bytes_per_row(job))
 
 
 # -- --extend ----------------------------------------------------------------------------------------------------------
@@ -153,13 +158,17 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     if not has_more(job, state):
         say(NOTHING_NEW)
         return state
-    choice = _chosen(job, state, manifest, say)
-    ordered_by = state.header.layout.get("order", "input")
-    choice = replace(choice, start=total_rows(state.extents), ordered_by=ordered_by)
-    choice = ordering.in_order(job, choice, state, say=say, check_lock=manifest.check_lock)
-    extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
+    chosen = _chosen(job, state, manifest, say)
+    ordered_by = str(state.header.layout.get("order", "input"))
+    [rows] = ordering.in_order(job, chosen, ordered_by, state, say=say, check_lock=manifest.check_lock).extents
+    extent = replace(
+        rows,
+        start=total_rows(state.extents),
+        rows_per_shard=_rows_per_shard(job, state, rows.num_rows, num_replicas),
+        first_shard=total_shards(state.extents),
+    )
     if job.spec.input.selects:
-        manifest.record(Chosen(total_rows(state.extents) + choice.num_rows, job.source.num_rows))
+        manifest.record(Chosen(total_rows(state.extents) + extent.num_rows, job.source.num_rows))
     if (other := _input_job(job)) is not None:
         manifest.record(replace(state.header, input_job=other))
     job.source.keep_digests()
@@ -170,17 +179,17 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     if job.spec.input.limit != state.limit:
         job.folder.write_atomic("job.yaml", spec_text(state.header.spec, job.spec.input.limit).encode())
     num_new = job.source.num_rows - state.extents[-1].stop_row
-    say(f"extended: {choice.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
+    say(f"extended: {extent.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
     return committed_state(job.folder)
 
 
-def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
+def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> RunOrder:
     number = len(state.extents) + 1
     rows = range(state.extents[-1].stop_row, job.source.num_rows)
     limit = job.spec.input.limit
     left = None if limit is None else limit - total_rows(state.extents)
     if left == 0 or not rows:
-        return consecutive(range(rows.start, rows.start), number)
+        return RunOrder(job.folder, [uncut(rows[:0])], number)
     return choose(
         job,
         rows,
@@ -194,8 +203,8 @@ def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
     )
 
 
-def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -> int:
+def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
     """The user's number, or one that fits the new rows, which may be many more than the first ones."""
     if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
         return int(state.header.layout["rows_per_shard"])
-    return auto_rows_per_shard(job, choice, num_replicas)
+    return auto_rows_per_shard(job, num_rows, num_replicas)

@@ -29,11 +29,11 @@ from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.fleet.devices import platform_warning
 from batchinf.fleet.fleet import Ended, Fleet
-from batchinf.fleet.launcher import note_end, start_due
+from batchinf.fleet.launch import note_end, start_due
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Quarantine
-from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
+from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import Lowered, Platform, Retry
 from batchinf.manifest.names import staged_file
@@ -46,9 +46,9 @@ from batchinf.replica.messages import (
     Event,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Ready,
     Revoked,
+    StartPhase,
     Stop,
     Stopped,
     Tried,
@@ -121,7 +121,9 @@ class Coordinator:
         self._placement_timeout_s = spec.ray.placement_timeout_s
         self._next_status = 0.0
         self._next_round = 0.0
-        self._has_begun = False
+        self._began_at: float | None = None
+        self.work_s: float | None = None
+        """From the first request to the last part; None before that, or if there was no request."""
         # Rows of an attempt have failed before, so many fail again.
         is_attempt = self.retry is not None and self.retry.is_automatic
         self._is_judged = is_attempt or spec.max_error_rate >= HOPELESS_RATE
@@ -283,7 +285,7 @@ class Coordinator:
         """Do what follows from messages of replicas, but the commit of their parts. Returns these."""
         made: list[Part] = []
         ready: list[tuple[FleetReplica, Ready]] = []
-        without_placement: list[tuple[FleetReplica, NoPlacement]] = []
+        without_placement: list[tuple[FleetReplica, StartPhase]] = []
         stopped: list[FleetReplica] = []
         for replica, event in heard:
             match event:
@@ -300,7 +302,7 @@ class Coordinator:
                 case Ready():
                     ready.append((replica, event))
                     self._let_begin(replica, event)
-                case NoPlacement():
+                case StartPhase():
                     without_placement.append((replica, event))
                 case Tried(rows):
                     self.quarantine.survived(replica, rows)
@@ -323,9 +325,8 @@ class Coordinator:
 
     def _note_begun(self, event: LeaseBegun) -> None:
         shard = event.lease[0]
-        if not self._has_begun:
-            self._has_begun = True
-            self.epoch.times.began_at.append(time.monotonic())
+        if self._began_at is None:
+            self._began_at = time.monotonic()
             self._manifest.event("first_request", shard=shard)
         if event.num_recovered:
             self._manifest.event("recovered", shard=shard, num_requests=event.num_recovered)
@@ -353,7 +354,7 @@ class Coordinator:
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.quarantine.forget(part.shard)
         if parts and self._is_finished:
-            self.epoch.times.ended_at.append(time.monotonic())
+            self.work_s = None if self._began_at is None else time.monotonic() - self._began_at
             self._manifest.event("all_committed")
         if parts or not made or self._mirror is None:  # parts that are being uploaded are committed later
             self._manifest.commit()
@@ -380,7 +381,7 @@ class Coordinator:
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
         engine = event.engine
-        platform = Platform(engine.device, engine.versions, engine.settings, self.epoch.launcher.epoch)
+        platform = Platform(engine.device, engine.versions, engine.settings, self.fleet.epoch)
         same_device = self.job.spec.same_device
         warning = platform_warning(replica.number, platform, self._platforms, same_device=same_device)
         if warning is not None:
@@ -396,12 +397,10 @@ class Coordinator:
             versions=engine.versions,
             settings=engine.settings,
         )
-        self.epoch.times.engines[replica.number] = engine
-        self.epoch.times.ready_at.append(time.monotonic())
         if not self._is_measuring:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
-            self._rates.look(time.monotonic(), Totals())
+            self._rates.look(time.monotonic(), ())
         self._gate.admit(self.fleet, replica)
         self._assignment.note_ready()
 
@@ -414,7 +413,7 @@ class Coordinator:
             room = f"; its KV cache holds {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
-    def _say_without_placement(self, replicas: list[tuple[FleetReplica, NoPlacement]]) -> None:
+    def _say_without_placement(self, replicas: list[tuple[FleetReplica, StartPhase]]) -> None:
         if not replicas:
             return
         numbers = list_names(str(replica.number) for replica, _ in replicas)
@@ -543,7 +542,7 @@ class Coordinator:
 
     def _look_at_rates(self) -> None:
         if self._is_measuring:
-            self._rates.look(time.monotonic(), self.fleet.totals)
+            self._rates.look(time.monotonic(), self.fleet.last_reports)
 
     def _sample(self) -> None:
         looks = []
@@ -556,7 +555,7 @@ class Coordinator:
 
     def _status(self, state: str) -> JobStatus:
         count = self.count
-        totals = self.fleet.totals
+        reports = self.fleet.last_reports
         num_done = count.num_done
         if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
             self._look_at_rates()
@@ -572,14 +571,14 @@ class Coordinator:
             errors=count.errors,
             num_shards=self._num_shards,
             num_shards_done=count.num_committed_shards,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_output_tokens=totals.num_output_tokens,
+            num_prompt_tokens=sum(report.num_prompt_tokens for report in reports),
+            num_output_tokens=sum(report.num_output_tokens for report in reports),
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
             output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
             left_s=None if left_s is None else round(left_s, 1),
-            stalled_by_disk_s=round(totals.stalled_by_disk_s, 3),
+            stalled_by_disk_s=round(sum(report.stalled_by_disk_s for report in reports), 3),
             replicas=tuple(replica.status() for replica in self.fleet.replicas),
-            devices=self.telemetry.devices,
+            devices=self.telemetry.device_looks(),
             updated_at=round(time.time(), 3),
         )
 

@@ -8,9 +8,8 @@ from batchinf.coordinator.content_gate import ContentGate
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.repair import RepairFile
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher
-from batchinf.fleet.speed import EngineTimes
 from batchinf.job.job import Job
+from batchinf.manifest.lines import Speed
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -26,12 +25,10 @@ class Epoch:
     state: State
     lock: JobLock
     manifest: Manifest
-    launcher: Launcher
     fleet: Fleet
     """Knows its work. No replica runs if all shards are committed. For a retry, it turns to other work."""
     content_gate: ContentGate
     """Lets replicas store results."""
-    times: EngineTimes
     display: ProgressDisplay
     retry: Predicate | None
     """Chooses the rows of a retry to begin."""
@@ -41,5 +38,7 @@ class Epoch:
     """The file from which it takes rows."""
     mirror: Mirror | None = None
     """Of a job in a bucket."""
+    speeds: list[Speed] = field(default_factory=list)
+    """Of the rows and of each retry that ran, in their order."""
     stops: list[str] = field(default_factory=list)
     """Requests to stop that came when all rows of a coordinator were done: no retry runs any more."""

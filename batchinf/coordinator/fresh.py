@@ -19,7 +19,7 @@ from batchinf.coordinator.retry import check_retry
 from batchinf.coordinator.start import CHECKING
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.launcher import Launcher
+from batchinf.fleet.launch import choose_engines
 from batchinf.fleet.parallel import with_degrees
 from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
@@ -53,7 +53,7 @@ def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDis
     link = prepared.folder.root
     folder = Folder(link.resolve())
     folder.make()
-    with JobLock(folder).held(lambda: last_epoch(folder), display.say) as epoch:
+    with JobLock(folder).held(lambda: last_epoch(folder), display.say):
         _sweep_moved(folder.root)
         # Only now: another process may have moved the job since.
         if not any(folder.exists(name) for name in _SIGNS):
@@ -67,7 +67,7 @@ def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDis
         for old in moved:
             _end_leftovers(old, backend)
         try:
-            _check_all(prepared, backend, folder=folder, epoch=epoch, display=display)
+            _check_all(prepared, backend, folder=folder, display=display)
             aside = _rename(folder.root)
         finally:
             shutil.rmtree(folder.path(_SCAN), ignore_errors=True)
@@ -116,15 +116,13 @@ def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
     return [Folder(folder.path(name)) for name in folder.list("") if is_slice_folder(name)]
 
 
-def _check_all(
-    prepared: PreparedJob, backend: Backend, *, folder: Folder, epoch: int, display: ProgressDisplay
-) -> None:
+def _check_all(prepared: PreparedJob, backend: Backend, *, folder: Folder, display: ProgressDisplay) -> None:
     """Make the checks of a start that `run` has not made, and start nothing.
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
     prepared = with_known_degrees(prepared, functools.partial(with_degrees, backend=backend, say=display.say))
-    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say, by_rows=False)
+    choose_engines(replace(prepared, folder=folder), backend, say=display.say, by_rows=False)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN), display.say)
     with contextlib.closing(job.source):
@@ -139,9 +137,9 @@ def _check_all(
                 list(check.lines())
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
             rows = range(job.source.num_rows)
-            choice = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
-            refuse_hopeless(job, choice.order(Folder(scratch)), job.prompt_builder)
-        check_size(job, choice.num_rows if job.slice is None else len(job.slice.rows(choice.num_rows)))
+            chosen = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
+            refuse_hopeless(job, chosen, job.prompt_builder)
+        check_size(job, len(chosen) if job.slice is None else len(job.slice.rows(len(chosen))))
 
 
 def _names(root: pathlib.Path) -> Iterator[pathlib.Path]:

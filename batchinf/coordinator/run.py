@@ -50,7 +50,7 @@ from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.launcher import end_all
+from batchinf.fleet.launch import end_all, turn_to
 from batchinf.fleet.parallel import check_processor
 from batchinf.fleet.sharing.quarantine import Quarantine
 from batchinf.fleet.speed import measured_speed
@@ -58,7 +58,7 @@ from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.job.open import naming_lines, prepare_run
-from batchinf.manifest.lines import Done, Retry, Speed
+from batchinf.manifest.lines import Done, Retry
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
@@ -237,7 +237,7 @@ def _prepare(
     if retry is None:
         check_drift(prepared, state.header, files=differences)
         return prepared, contents
-    if is_cpu_build():  # the launcher checks the sampling that the job began with
+    if is_cpu_build():  # `choose_engines` checks the sampling that the job began with
         with naming_lines(file):
             check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
     return as_begun(prepared, state.header, differences), contents
@@ -270,20 +270,14 @@ def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, dis
 
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
     """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
-    speed = None
     if not epoch.state.committed.all():
         _run_shards(epoch, epoch.job, epoch.state, begins_together=begins_together)
-        speed = _speed(epoch)  # before the retries, whose few rows say little of it
     _run_retries(epoch)
     end_all(epoch.fleet, epoch.manifest)
-    speed = speed or _speed(epoch)
-    epoch.manifest.record(Done(speed and replace(speed, run_s=time.monotonic() - began)))
+    # The few rows of later retries say little of the speed.
+    speed = replace(epoch.speeds[0], run_s=time.monotonic() - began) if epoch.speeds else None
+    epoch.manifest.record(Done(speed))
     epoch.manifest.commit()
-
-
-def _speed(epoch: Epoch) -> Speed | None:
-    """The speed of what has run last: of the rows, or of the last retry."""
-    return measured_speed(epoch.job.folder, epoch.state, epoch.times, epoch.launcher.epoch)
 
 
 def _run_shards(
@@ -295,7 +289,6 @@ def _run_shards(
     begins_together: bool = False,
 ) -> None:
     """Run all shards that are not committed, or the rest of a retry, whose work the fleet knows."""
-    launcher = epoch.launcher
     fleet = epoch.fleet
     retry = None if unfinished is None else unfinished.retry
     order = RunOrder(job.folder, state.extents)
@@ -322,7 +315,7 @@ def _run_shards(
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
     quarantine = Quarantine(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(quarantine.leases.values())
-    telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
+    telemetry = Telemetry(job.folder, fleet.epoch, functools.partial(fleet.backend.device_looks, fleet.devices))
     coordinator = Coordinator(
         epoch=epoch,
         job=job,
@@ -345,9 +338,9 @@ def _run_shards(
     except HopelessJob as error:
         lines = ended_early_lines(job, committed_state(job.folder))
         raise HopelessJob("\n".join([str(error), *lines])) from None
-    finally:
-        telemetry.close()
-    launcher.note_warm(fleet)
+    fleet.note_cache_warm()
+    if coordinator.work_s is not None and (speed := measured_speed(job.folder, state, fleet, coordinator.work_s)):
+        epoch.speeds.append(speed)
     if coordinator.requests:  # it came when all rows were done
         epoch.stops.append(coordinator.requests.name)
 
@@ -430,7 +423,7 @@ def _finish_retries(epoch: Epoch, state: State) -> State:
             raise Interrupted(f"stopped on {epoch.stops[0]}")
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
         fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
-        epoch.launcher.turn_to(epoch.fleet, manifest, job=unfinished.job, state=state, retry=retry, say=say)
+        turn_to(epoch.fleet, manifest, job=unfinished.job, state=state, retry=retry, say=say)
         _run_shards(epoch, unfinished.job, state, unfinished=unfinished)
         state = committed_state(job.folder)
         if epoch.mirror is not None:

@@ -10,7 +10,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,8 @@ from batchinf.coordinator.retry import check_retry, new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, end_all, ending, start_due, work_of
+from batchinf.fleet.launch import choose_engines, end_all, ending, new_fleet, start_due, work_of
 from batchinf.fleet.parallel import with_degrees
-from batchinf.fleet.speed import EngineTimes
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.choose import Say
@@ -58,7 +56,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt
-from batchinf.schedule.positions import Choice, RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows
 from batchinf.spec.file import retried_structures
 
@@ -97,8 +95,11 @@ def start(
     backend.end_leftovers(before.of(StartedReplica), before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with naming_lines(prepared.file):
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say)
-    fleet = launcher.fleet(job_id)
+        launched, settings, slots = choose_engines(prepared, backend, say=display.say)
+    make_fleet = functools.partial(
+        new_fleet, backend=backend, settings=settings, slots=slots, job_id=job_id, epoch=number
+    )
+    fleet = make_fleet(launched)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
     new_id = job_id if prepared.state is None else None
@@ -115,11 +116,10 @@ def start(
         _start_replicas(prepared, fleet, manifest, display.say)
         job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
-        if launcher.task.spec.input.format != job.spec.input.format:
+        if launched.spec.input.format != job.spec.input.format:
             # Only later rows show that the input is a batch file. Its engines have other arguments.
             end_all(fleet, manifest)
-            launcher = replace(launcher, task=job.task)
-            fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
+            fleet = make_fleet(job, num_before=fleet.num_incarnations)
             opened.enter_context(ending(fleet, manifest))
         state = prepared.state
         for line in check_retry(job, state):
@@ -131,16 +131,14 @@ def start(
             # The first slice that chooses its rows decides what the output folder holds: one that is refused must not.
             _await(checks, fleet, 0, display)
             refuse_hopeless(job, (), make_builder)
-        choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
         state = _begun(
             prepared,
             job,
             checks,
-            choice=choice,
             manifest=manifest,
-            launcher=launcher,
             fleet=fleet,
             job_id=job_id,
+            make_builder=make_builder,
             display=display,
         )
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
@@ -148,22 +146,21 @@ def start(
         gate.look(fleet)
         manifest.commit()  # after the look, which may have made one commit of all
         faults.point("start.recovered")
-        for line in _job_lines(job, state, launcher, prepared.overrides):
+        for line in _job_lines(job, state, fleet, prepared.overrides):
             display.say(line)
         if state.committed.all():
             end_all(fleet, manifest)  # the recovery took all parts in that were missing
         else:
-            _give_work(job, state, fleet, choice=choice, make_builder=make_builder, say=display.say)
+            is_new = prepared.state is None
+            _give_work(job, state, fleet, is_new=is_new, make_builder=make_builder, say=display.say)
         make_builder.cache_clear()
         yield Epoch(
             job=job,
             state=state,
             lock=lock,
             manifest=manifest,
-            launcher=launcher,
             fleet=fleet,
             content_gate=gate,
-            times=EngineTimes(),
             display=display,
             retry=retry,
             overrides=prepared.overrides,
@@ -221,38 +218,26 @@ def _begun(
     job: Job,
     checks: list[StructuresCheck],
     *,
-    choice: Choice | None,
     manifest: Manifest,
-    launcher: Launcher,
     fleet: Fleet,
     job_id: str,
+    make_builder: Callable[[], PromptBuilder],
     display: ProgressDisplay,
 ) -> State:
-    """Begin the job after the check of its structures, or take new rows in if it has begun and is to be extended.
-
-    choice: the rows of a new job.
-    """
+    """Begin a new job, after the check of its structures. If it has begun, take new rows in if it is to be extended."""
     state = prepared.state
-    num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
-    _await(checks, fleet, num_rows, display)
-    if choice is not None:
-        state = begin_job(job, manifest, launcher, choice, job_id=job_id)
-    assert state is not None
+    if state is None:
+        order, ordered_by = ordering.begin(job, display.say, manifest.check_lock)
+        check_size(job, len(order))
+        if job.slice is None:
+            refuse_hopeless(job, order, make_builder)
+        _await(checks, fleet, len(order) * job.task.num_rows_per_input, display)
+        return begin_job(job, manifest, fleet, order.extents[0], ordered_by=ordered_by, job_id=job_id)
+    ordering.restore(job, state, display.say)
+    _await(checks, fleet, 0, display)
     if prepared.new == "take":
         state = extend_job(job, state, manifest, num_replicas=len(fleet.replicas), say=display.say)
     return state
-
-
-def _choose_rows(
-    job: Job, state: State | None, lock: JobLock, *, say: Say, make_builder: Callable[[], PromptBuilder]
-) -> Choice | None:
-    """The rows of a new job, in their order. For a job that has begun, restores their files and returns None."""
-    choice = ordering.begin_or_restore(job, state, say, lock.check)
-    if choice is not None:
-        check_size(job, choice.num_rows)
-        if job.slice is None:
-            refuse_hopeless(job, choice.order(job.folder), make_builder)
-    return choice
 
 
 def _await(checks: list[StructuresCheck], fleet: Fleet, num_rows: int, display: ProgressDisplay) -> None:
@@ -312,7 +297,7 @@ def _recover(
         say(f"warning: {len(more):,} more parts are gone or altered: {rows} run again")
 
 
-def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[str, Any]) -> Iterator[str]:
+def _job_lines(job: Job, state: State, fleet: Fleet, overrides: Mapping[str, Any]) -> Iterator[str]:
     """The task with its sampling, the rows and where they run, and a warning about the disk.
 
     overrides: the retry's sampling, by the fields of the spec.
@@ -324,13 +309,13 @@ def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[st
     samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     if "n" in job.spec.sampling.columns:
         samples = f" with the samples of column '{job.spec.sampling.columns['n']}'"
-    slots = launcher.slots
+    slots = [replica.slot for replica in fleet.replicas]
     devices = ", ".join("+".join(slot.devices) for slot in slots)
     yield (
         ("" if job.slice is None else f"slice {job.slice}: ")
         + f"{counted(total_rows(state.extents), 'input row')}{samples} in {counted(len(state.committed), 'shard')}, "
         + f"{int(state.committed.sum()):,} of them done{kept}; {counted(len(slots), 'replica')} on "
-        + (devices if slots[0].devices else launcher.backend.processors)
+        + (devices if slots[0].devices else fleet.backend.processors)
     )
     if (warning := room_warning(job, state, len(slots))) is not None:
         yield warning
@@ -352,20 +337,17 @@ def _give_work(
     state: State,
     fleet: Fleet,
     *,
-    choice: Choice | None,
+    is_new: bool,
     make_builder: Callable[[], PromptBuilder],
     say: Say,
 ) -> None:
-    """Tell the replicas about the rows, and say what can be said of them while they open the input.
-
-    choice: the rows of a new job.
-    """
+    """Tell the replicas about the rows, and say what can be said of them while they open the input."""
     order = RunOrder(job.folder, state.extents)
     open_shards = np.flatnonzero(~state.committed).tolist()
     pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
     fetch_input(job, state, pieces, say)
     fleet.give_work(work_of(job, state, None))
-    _warn(job, order, say, None if choice is None else make_builder())
+    _warn(job, order, say, make_builder() if is_new else None)
 
 
 def _warn(job: Job, positions: Sequence[int], say: Say, builder: PromptBuilder | None) -> None:

@@ -90,16 +90,6 @@ class ReplicaHandle(Protocol):
         """
 
 
-class DeviceWatch(Protocol):
-    """Looks at devices in the background."""
-
-    def looks(self) -> tuple[DeviceLook, ...]:
-        """The latest look at each device; empty before the first one, or if devices give no data. Does not wait."""
-
-    def close(self) -> None:
-        """Stop looking."""
-
-
 class Backend(Protocol):
     """Where replicas run. One object serves a coordinator from its start to its end.
 
@@ -134,8 +124,12 @@ class Backend(Protocol):
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """Raise UserError if other programs occupy memory that engines with these arguments will ask for."""
 
-    def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
-        """Look at devices for the telemetry."""
+    def device_looks(self, devices: Sequence[str]) -> tuple[DeviceLook, ...]:
+        """The latest look at each of the job's devices, for the telemetry. Does not wait.
+
+        Empty before the first look, or if devices give no data. Looks are taken in the background from the first call
+        on.
+        """
 
     def read_ahead(self, model: Model, load_format: str) -> None:
         """Begin to read a model's weights ahead, if engines then load them faster. Does not wait."""

@@ -3,7 +3,7 @@
 A platform is a device with software versions. The manifest has each platform once, and each part has its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from batchinf.base.errors import DriftError
@@ -26,6 +26,11 @@ class Slot:
     def num_devices(self) -> float:
         """Devices for the accounting of device time; a replica on a processor counts as one."""
         return max(1, len(self.devices)) / self.sharers
+
+
+def devices_of(slots: Iterable[Slot]) -> list[str]:
+    """The devices of these slots, each once; empty on processors."""
+    return list(dict.fromkeys(device for slot in slots for device in slot.devices))
 
 
 @dataclass(frozen=True, slots=True)

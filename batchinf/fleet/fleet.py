@@ -9,11 +9,10 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from batchinf.base.errors import EngineDeadError
 from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
-from batchinf.fleet.devices import Slot
+from batchinf.fleet.devices import Slot, devices_of
 from batchinf.fleet.memory.engine_settings import EngineSettings, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
 from batchinf.fleet.replica import FleetReplica
-from batchinf.fleet.status import Totals
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import Lease
@@ -27,6 +26,7 @@ from batchinf.replica.messages import (
     InFlightRequest,
     Launch,
     LeaseDone,
+    Progress,
     Revoke,
     Stop,
     Trial,
@@ -127,9 +127,11 @@ class Fleet:
     max_restarts: int
     stall_timeout_s: float
     start_timeout_s: float
-    is_cache_warm: bool
-    settings: EngineSettings | None = None
+    settings: EngineSettings
     """The engine arguments that `launch` uses; the fleet lowers them when memory runs out."""
+    is_cache_warm: bool
+    cache_key: str = ""
+    """Of the shared compile cache, for engines of this shape; empty on processors."""
     retry: int = 0
     """The number of the retry that the incarnations work for; 0 for none."""
     num_incarnations: int = 0
@@ -188,11 +190,7 @@ class Fleet:
         spec: with the retry's sampling, as `launch` has it. Returns the ends of all incarnations so far.
         """
         ended = self.kill(but_idle=True)
-        unlike = [
-            number
-            for number, handle in self.handles.items()
-            if self.settings is not None and not self.settings.fits(handle.incarnation, spec)
-        ]
+        unlike = [number for number, handle in self.handles.items() if not self.settings.fits(handle.incarnation, spec)]
         ended += self._end_all(dict.fromkeys(unlike, OTHER_ARGUMENTS), is_asked=True)
         self.launch = launch
         self.retry = retry
@@ -207,8 +205,7 @@ class Fleet:
         self.num_incarnations += 1
         incarnation = handle.incarnation
         launch = self.launch(replica.slot, incarnation_name(self.epoch, self.num_incarnations, self.retry))
-        if self.settings is not None:
-            self.settings.rename(incarnation, launch.incarnation)
+        self.settings.rename(incarnation, launch.incarnation)
         lifetime_s = handle.renew(launch)
         replica.start(launch.incarnation, time.monotonic())
         assert self.work is not None
@@ -220,6 +217,11 @@ class Fleet:
             cause="its engine stays up for a retry",
             was_asked=True,
         )
+
+    def note_cache_warm(self) -> None:
+        """Remember for later jobs that an engine of this fleet has compiled to the shared cache."""
+        if self.cache_key and self.is_cache_warm:
+            self.backend.note_cache_warm(self.cache_key)
 
     def look_at_starts(self) -> None:
         """Read from the logs of starting replicas what their engines are doing."""
@@ -352,7 +354,7 @@ class Fleet:
         failed = replica.current.failed
         # If a replica was killed or made no step, an earlier error in its log is not the cause.
         is_explained = failed is not None or ending.ended_by == "itself"
-        if self.settings is None or replica.is_stopping or not is_explained:
+        if replica.is_stopping or not is_explained:
             return None
         failure = recognise(_cause_with_log(cause, failed, handle), was_up=replica.is_up)
         if failure is None:
@@ -365,6 +367,11 @@ class Fleet:
         end.replica.excuse(now=now, max_restarts=self.max_restarts, was_host_lost=end.was_host_lost)
 
     # -- all of them -------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of all replicas, each once; empty on processors."""
+        return devices_of(replica.slot for replica in self.replicas)
 
     @property
     def _live(self) -> list[FleetReplica]:
@@ -397,6 +404,6 @@ class Fleet:
         return now - max(known) if known and len(known) == len(since) else None
 
     @property
-    def totals(self) -> Totals:
-        """Totals of all incarnations since the coordinator started."""
-        return sum((replica.totals for replica in self.replicas), Totals())
+    def last_reports(self) -> list[Progress]:
+        """The last report of each incarnation since the coordinator started."""
+        return [report for replica in self.replicas for report in replica.last_reports]

@@ -14,7 +14,7 @@ from batchinf.base.errors import UserError
 from batchinf.engines.protocol import EngineInfo, EngineStats
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
-from batchinf.fleet.status import ReplicaStatus, Totals
+from batchinf.fleet.status import ReplicaStatus
 from batchinf.records import Lease
 from batchinf.replica.messages import (
     CONDEMNED,
@@ -23,7 +23,6 @@ from batchinf.replica.messages import (
     Key,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Progress,
     Ready,
     Revoked,
@@ -61,51 +60,6 @@ _SPANS = 4
 _ROUNDING = 1e-4
 
 
-class Intake:
-    """How many rows an engine takes, by its reports since it came up: while few rows are left, it is given no more."""
-
-    def __init__(self, max_num_seqs: int, requests_per_row: int, at: float) -> None:
-        """max_num_seqs: requests that it can run at once, if its cache holds them. at: when it came up."""
-        self._max_num_seqs = max_num_seqs
-        self._requests_per_row = requests_per_row
-        self._reports = deque([(at, _NO_PROGRESS)], _SPANS + 1)
-        self.step_s: float | None = None
-        """Seconds that a step takes, by the last two reports; None before the first step."""
-        self.rows: int | None = None
-        """Rows that the engine runs, or will run before it can be given more; None before its first step."""
-
-    def note(self, progress: Progress, at: float) -> None:
-        """Take in the next report."""
-        last_at, last = self._reports[-1]
-        if at <= last_at:
-            return
-        if progress.steps > last.steps:
-            self.step_s = (at - last_at) / (progress.steps - last.steps)
-        self._reports.append((at, progress))
-        if self.step_s is not None:
-            self.rows = self._rows(progress.engine, self.step_s)
-
-    def _rows(self, engine: EngineStats, step_s: float) -> int:
-        """engine: of the last report. If requests wait in it, the cache is full, and it runs what it runs now."""
-        num_running = self._num_running(engine)
-        per_row = requests_per_row(self._reports[-1][1], self._requests_per_row)
-        runs = num_running if engine.num_waiting else max(1, int(self._max_num_seqs / per_row))
-        if not engine.num_waiting and num_running and engine.kv_cache_usage:
-            runs = min(runs, max(num_running, int(num_running / engine.kv_cache_usage)))
-        spans = itertools.pairwise((at, self._num_taken(report, engine)) for at, report in self._reports)
-        rows_per_s = min((after - before) / (later - earlier) for (earlier, before), (later, after) in spans)
-        return runs + int(rows_per_s * max(_AHEAD_S, _AHEAD_STEPS * step_s))
-
-    def _num_taken(self, report: Progress, last: EngineStats) -> int:
-        """Rows that it had finished; with those that ran, if requests wait in it at the last report."""
-        num_stored = report.num_rows / self._requests_per_row if report.num_inputs is None else report.num_inputs
-        num_finished = finished_inputs(report, num_stored, self._requests_per_row)
-        return num_finished + (self._num_running(report.engine) if last.num_waiting else 0)
-
-    def _num_running(self, engine: EngineStats) -> int:
-        return math.ceil(engine.num_running / requests_per_row(self._reports[-1][1], self._requests_per_row))
-
-
 def requests_per_row(progress: Progress, of_job: int) -> float:
     """Requests of an input row: `of_job`, or the mean of those finished if rows have their own number."""
     return progress.num_rows / progress.num_inputs if progress.num_inputs else of_job
@@ -132,9 +86,14 @@ class IncarnationState:
     """What `ReplicaHandle.start_activity` said last."""
     start_moved_at: float = 0.0
     """When the start last made progress, or waited for something else than its engine."""
-    intake: Intake | None = None
-    """Of the engine that is up."""
     progress: Progress = _NO_PROGRESS
+    reports: deque[tuple[float, Progress]] = field(default_factory=lambda: deque(maxlen=_SPANS + 1))
+    """Its last progress messages and when they came; none at all counts as one, when the engine is up."""
+    step_s: float | None = None
+    """Seconds that a step takes, by the last two reports; None before the first step."""
+    engine_rows: int | None = None
+    """Rows that the engine runs, or will run before it can be given more: it gets no more while few are left. None
+    before its first step."""
     steps_changed_at: float = 0.0
     """When the engine last made a step or had no request."""
     leases: dict[Key, Lease] = field(default_factory=dict)
@@ -174,8 +133,8 @@ class FleetReplica:
     """Where the last incarnation ran; empty before it has said so."""
     heard_at: float | None = None
     """When the last event came, in seconds since 1970; None before the first."""
-    before: Totals = field(default_factory=Totals)
-    """Of the earlier incarnations."""
+    earlier: list[Progress] = field(default_factory=list)
+    """The last reports of its earlier incarnations."""
     failures: int = 0
     """Ends since it last finished a row, without those of lost hosts."""
     host_losses: int = 0
@@ -269,12 +228,9 @@ class FleetReplica:
         return tuple(lease for key, lease in current.leases.items() if key not in fixed)
 
     @property
-    def totals(self) -> Totals:
-        """Totals of all its incarnations."""
-        progress = self.current.progress
-        return self.before + Totals(
-            progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens, progress.stalled_by_disk_s
-        )
+    def last_reports(self) -> list[Progress]:
+        """The last report of each of its incarnations."""
+        return [*self.earlier, self.current.progress]
 
     def status(self) -> ReplicaStatus:
         """For `status.json`."""
@@ -297,7 +253,7 @@ class FleetReplica:
             ),
             restarts=self.restarts,
             heard_at=self.heard_at,
-            num_rows=self.totals.num_rows,
+            num_rows=sum(report.num_answered for report in self.last_reports),
             busy=self._busy,
         )
 
@@ -329,21 +285,18 @@ class FleetReplica:
         current = self.current
         current.start_moved_at = now
         match event:
-            case StartPhase(name, host):
+            case StartPhase(name, host, shortage):
                 self.state = name
                 self.host = host or self.host
                 self.start_detail = ""
-                current.no_placement_since = None
-            case NoPlacement():
-                self.state = "waiting for a node"
-                current.no_placement_since = now
-                return event
+                current.no_placement_since = now if shortage else None
+                return event if shortage else None
             case Ready(info):
                 self.state = "running"
                 self.start_detail = ""
                 current.info = info
                 current.ready_at = self.heard_at
-                current.intake = Intake(info.max_num_seqs, self.requests_per_row, now)
+                current.reports.append((now, _NO_PROGRESS))
                 current.steps_changed_at = now
                 return event
             case Progress():
@@ -364,8 +317,40 @@ class FleetReplica:
         if progress.steps != current.progress.steps or not progress.in_flight:
             current.steps_changed_at = now
         current.progress = progress
-        if current.intake is not None:
-            current.intake.note(progress, now)
+        if current.reports:
+            self._note_speed(progress, now)
+
+    def _note_speed(self, progress: Progress, now: float) -> None:
+        """Estimate from the reports so far how many rows the engine takes."""
+        current = self.current
+        last_at, last = current.reports[-1]
+        if now <= last_at:
+            return
+        if progress.steps > last.steps:
+            current.step_s = (now - last_at) / (progress.steps - last.steps)
+        current.reports.append((now, progress))
+        if current.step_s is not None and current.info is not None:
+            current.engine_rows = self._engine_rows(current.info.max_num_seqs, current.step_s)
+
+    def _engine_rows(self, max_num_seqs: int, step_s: float) -> int:
+        """See `IncarnationState`. If requests wait in the engine, the cache is full, and it runs what it runs now."""
+        engine = self.current.progress.engine
+        num_running = self._num_running(engine)
+        runs = num_running if engine.num_waiting else max(1, int(max_num_seqs / self.mean_requests))
+        if not engine.num_waiting and num_running and engine.kv_cache_usage:
+            runs = min(runs, max(num_running, int(num_running / engine.kv_cache_usage)))
+        spans = itertools.pairwise((at, self._num_taken(report)) for at, report in self.current.reports)
+        rows_per_s = min((after - before) / (later - earlier) for (earlier, before), (later, after) in spans)
+        return runs + int(rows_per_s * max(_AHEAD_S, _AHEAD_STEPS * step_s))
+
+    def _num_taken(self, report: Progress) -> int:
+        """Rows that it had finished; with those that ran, if requests wait in it now."""
+        num_stored = report.num_rows / self.requests_per_row if report.num_inputs is None else report.num_inputs
+        num_finished = finished_inputs(report, num_stored, self.requests_per_row)
+        return num_finished + (self._num_running(report.engine) if self.current.progress.engine.num_waiting else 0)
+
+    def _num_running(self, engine: EngineStats) -> int:
+        return math.ceil(engine.num_running / self.mean_requests)
 
     def _hear_about_leases(self, event: Event) -> Event | None:
         current = self.current
@@ -488,7 +473,7 @@ class FleetReplica:
         self.start_detail = ""
         self.state = "ended" if self.is_stopping else "given up" if self.is_given_up else "restarting"
         self.restarts += not self.is_given_up
-        self.before = self.totals
+        self.earlier.append(self.current.progress)
         self.current.is_live = False
         self.current.progress = _NO_PROGRESS
         self.current.leases.clear()

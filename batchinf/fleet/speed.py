@@ -4,11 +4,11 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import EngineInfo
+from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.status import ON_TRIAL, read_status
 from batchinf.manifest.lines import Bottleneck, ReplicaShare, Speed
 from batchinf.manifest.names import TELEMETRY_FOLDER
@@ -33,31 +33,19 @@ _MOST_UTILIZATION = 0.95
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class EngineTimes:
-    """When the engines of a run were up and worked, in seconds of the monotonic clock; and these engines."""
-
-    engines: dict[int, EngineInfo] = field(default_factory=dict)
-    """The last one of each replica."""
-    ready_at: list[float] = field(default_factory=list)
-    began_at: list[float] = field(default_factory=list)
-    """The first requests: of all rows, and of each retry."""
-    ended_at: list[float] = field(default_factory=list)
-    """The last parts, likewise."""
-
-
-def measured_speed(folder: Folder, state: State, times: EngineTimes, epoch: int) -> Speed | None:
-    """The speed of an epoch so far, by its times, tokens of engines and telemetry; None if no engine worked.
+def measured_speed(folder: Folder, state: State, fleet: Fleet, work_s: float) -> Speed | None:
+    """The speed of a fleet that worked for `work_s` seconds, by its engines and telemetry; None if its status is lost.
 
     `run_s` of it is the time of the engines, for the run has not ended.
     """
-    status = read_status(folder)
-    if not times.began_at or not times.ended_at or status is None:
+    if (status := read_status(folder)) is None:
         return None
-    work_s = max(1e-3, times.ended_at[-1] - times.began_at[0])
-    engines = times.engines
+    work_s = max(1e-3, work_s)
+    engines = {replica.number: info for replica in fleet.replicas if (info := replica.current.info) is not None}
+    # None is up if the last one died while its parts were uploaded, and starts again.
+    ready_at = [at for replica in fleet.replicas if (at := replica.current.ready_at) is not None] or [0.0]
     num_gpus = len({device for replica in status.replicas for device in replica.devices})
-    looks = list(looks_of_epoch(folder, epoch))
+    looks = list(looks_of_epoch(folder, fleet.epoch))
     return Speed(
         run_s=work_s,
         work_s=work_s,
@@ -67,7 +55,7 @@ def measured_speed(folder: Folder, state: State, times: EngineTimes, epoch: int)
         cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
         bottleneck=bottleneck(looks, engines, num_gpus, has_images=bool(state.header.spec["input"].get("images"))),
         replicas=shares(looks, len(status.replicas), work_s),
-        late_s=max(times.ready_at) - min(times.ready_at),
+        late_s=max(ready_at) - min(ready_at),
     )
 
 

@@ -4,13 +4,12 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.engines.protocol import EngineStats
-from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.replica.messages import Progress
@@ -82,57 +81,42 @@ class JobStatus:
     """In seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Totals of the engines since the coordinator started."""
-
-    num_rows: int = 0
-    """Output rows that the engines answered."""
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    stalled_by_disk_s: float = 0.0
-    """Time in which the engines waited for the disk."""
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
-            self.num_rows + other.num_rows,
-            self.num_prompt_tokens + other.num_prompt_tokens,
-            self.num_output_tokens + other.num_output_tokens,
-            self.stalled_by_disk_s + other.stalled_by_disk_s,
-        )
-
-
 class Rates:
-    """Rates over a moving window of samples of the totals. The first sample is taken when an engine is up."""
+    """Rates of the engines over a moving window. The first look is taken when an engine is up."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Totals]] = deque()
+        # Each with its time, and the rows, prompt tokens and output tokens by then.
+        self._looks: deque[tuple[float, int, int, int]] = deque()
 
-    def look(self, now: float, totals: Totals) -> None:
-        """Note the totals at a time. now: seconds of any clock."""
-        self._looks.append((now, totals))
+    def look(self, now: float, reports: Sequence[Progress]) -> None:
+        """Note what the engines have done by now, in seconds of any clock. reports: see `Fleet.last_reports`."""
+        num_rows = sum(report.num_answered for report in reports)
+        num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
+        num_output_tokens = sum(report.num_output_tokens for report in reports)
+        self._looks.append((now, num_rows, num_prompt_tokens, num_output_tokens))
         while len(self._looks) > 2 and now - self._looks[1][0] > _WINDOW_S:
             self._looks.popleft()
 
     @property
     def tokens_per_s(self) -> tuple[float, float] | None:
         """Prompt and output tokens a second; None before the first token."""
-        if not self._looks or replace(self._looks[-1][1], stalled_by_disk_s=0.0) == Totals():
+        if not self._looks or not any(self._looks[-1][1:]):
             return None
-        return self._per_s("num_prompt_tokens"), self._per_s("num_output_tokens")
+        _, prompt_per_s, output_per_s = self._per_s
+        return prompt_per_s, output_per_s
 
     def left_s(self, num_rows: int, num_in_flight: int) -> float | None:
         """Seconds for `num_rows` output rows; None until the engines have answered as many rows as they now hold."""
-        num_answered = self._looks[-1][1].num_rows if self._looks else 0
-        rows_per_s = self._per_s("num_rows")
+        if not self._looks:
+            return None
+        num_answered = self._looks[-1][1]
+        rows_per_s, _, _ = self._per_s
         return num_rows / rows_per_s if rows_per_s > 0 and num_answered >= num_in_flight else None
 
-    def _per_s(self, name: str) -> float:
-        if not self._looks:
-            return 0.0
-        began, first = self._looks[0]
-        ended, last = self._looks[-1]
-        return max(0.0, float(getattr(last, name) - getattr(first, name))) / max(ended - began, 1e-3)
+    @property
+    def _per_s(self) -> Iterator[float]:
+        (began, *first), (ended, *last) = self._looks[0], self._looks[-1]
+        return (max(0, now - before) / max(ended - began, 1e-3) for before, now in zip(first, last, strict=True))
 
 
 def write_status(folder: Folder, status: JobStatus) -> None:
@@ -220,36 +204,27 @@ class _Sample:
 class Telemetry:
     """Takes the samples of one epoch: one a second at first, later up to 15 s apart; fewer with over 64 replicas."""
 
-    def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
-        """watch: reports the job's devices. `close` closes it."""
+    def __init__(self, folder: Folder, epoch: int, device_looks: Callable[[], tuple[DeviceLook, ...]]) -> None:
+        """device_looks: the latest look at each device of the job."""
         folder.make(TELEMETRY_FOLDER)
         self._path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
         self._began = self._next = time.monotonic()
-        self._watch = watch
+        self.device_looks = device_looks
 
     @property
     def is_due(self) -> bool:
         """Whether it is time for a sample."""
         return time.monotonic() >= self._next
 
-    @property
-    def devices(self) -> tuple[DeviceLook, ...]:
-        """The latest look at each device of the job."""
-        return self._watch.looks()
-
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
         """Write one sample of all replicas and devices."""
         now = time.monotonic()
         factor = max(1.0, len(replicas) / _MANY_REPLICAS)
         self._next = now + factor * min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
-        sample = _Sample(round(time.time(), 3), tuple(replicas), self.devices)
+        sample = _Sample(round(time.time(), 3), tuple(replicas), self.device_looks())
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:
             file.write(adapter(_Sample).dump_json(sample) + b"\n")
-
-    def close(self) -> None:
-        """Take no more samples."""
-        self._watch.close()
 
 
 def read_looks(folder: Folder) -> Iterator[dict[str, Any]]:

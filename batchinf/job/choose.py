@@ -28,14 +28,14 @@ from batchinf.prompts.media import ImageLoader
 from batchinf.records import BoolArray, Int64Array, Prompt
 from batchinf.schedule.positions import (
     RUN_FOLDER,
-    Choice,
     Positions,
+    RunOrder,
     positions_name,
     read_positions,
     write_positions,
 )
 from batchinf.schedule.predicate import Predicate, PredicateError
-from batchinf.schedule.shards import Extent
+from batchinf.schedule.shards import Extent, uncut
 from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.rows import Source
@@ -53,7 +53,7 @@ CheckLock = Callable[[], None]
 Batches = Iterable[tuple[Int64Array, pa.Table]]
 
 
-def begin_choice(job: Job, say: Say, check_lock: CheckLock) -> Choice:
+def begin_choice(job: Job, say: Say, check_lock: CheckLock) -> RunOrder:
     """Choose the rows of a job or slice that has not begun, and store them. All slices share one choice.
 
     check_lock: see `write_positions`. Raises UserError, also if no row is left.
@@ -64,7 +64,7 @@ def begin_choice(job: Job, say: Say, check_lock: CheckLock) -> Choice:
     return _of_slice(job, _of_all_slices(job, say, begins=True), check_lock)
 
 
-def choose_again(job: Job, number: int, state: State, say: Say) -> Choice:
+def choose_again(job: Job, number: int, state: State, say: Say) -> RunOrder:
     """The rows of extent `number` (from 1), chosen and stored as when the job took them in."""
     if job.slice is not None:
         return _of_slice(job, _of_all_slices(job, say), lambda: None)
@@ -84,8 +84,8 @@ def choose(
     check_lock: CheckLock = lambda: None,
     may_be_none: bool = False,
     state: State | None = None,
-) -> Choice:
-    """Choose at most `limit` of these rows, and store them in `folder` as those of extent `number`.
+) -> RunOrder:
+    """Choose at most `limit` of these rows, and store them in `folder` as those of extent `number`, not cut yet.
 
     may_be_none: it is no error if no row is left. state: that of a job that has begun. Raises UserError, also if no row
     is left and `may_be_none` is false.
@@ -93,7 +93,7 @@ def choose(
     where = job.spec.input
     if where.where is None and where.sample is None and where.exclude is None:
         num_rows = len(rows) if limit is None else min(len(rows), limit)
-        return consecutive(range(rows.start, rows.start + num_rows), number)
+        return RunOrder(folder, [uncut(range(rows.start, rows.start + num_rows))], number)
 
     def first_left() -> Iterator[Int64Array]:
         num_left = 0
@@ -113,33 +113,22 @@ def choose(
         stored = write_positions(folder, number, first_left(), job.source.num_rows, check_lock=check_lock)
     except PredicateError as error:
         raise job.file.error("input.where", str(error)) from None
-    choice = _choice(stored, number, rows, limit)
-    if choice.positions is None:
+    extent = _extent(stored, rows, limit)
+    if extent.positions is None:
         folder.delete(positions_name(number))
     took_s = time.monotonic() - began
-    say(f"{choice.num_rows:,} of {len(rows):,} input rows are chosen; that took {took_s:.1f} s")
-    return choice
+    say(f"{extent.num_rows:,} of {len(rows):,} input rows are chosen; that took {took_s:.1f} s")
+    return RunOrder(folder, [extent], number)
 
 
-def _choice(stored: Positions, number: int, rows: range, limit: int | None) -> Choice:
-    """The rows of a file as a choice among `rows`. If there are no others before its last row, it needs no file."""
+def _extent(stored: Positions, rows: range, limit: int | None) -> Extent:
+    """The rows of a file, chosen among `rows`. If there are no others before its last row, it needs no file."""
     stop_row = rows.stop
     if len(stored) == limit:
         stop_row = int(stored.rows(limit - 1, limit)[0]) + 1
     is_all = len(stored) == stop_row - rows.start
-    return Choice(
-        number=number,
-        start=0,
-        num_rows=len(stored),
-        first_row=rows.start,
-        stop_row=stop_row,
-        positions=None if is_all else stored.digest,
-    )
-
-
-def consecutive(rows: range, number: int = 1) -> Choice:
-    """All rows of this range, as the rows of extent `number`."""
-    return Choice(number=number, start=0, num_rows=len(rows), first_row=rows.start, stop_row=rows.stop)
+    all_rows = uncut(range(rows.start, stop_row))
+    return all_rows if is_all else dataclasses.replace(all_rows, num_rows=len(stored), positions=stored.digest)
 
 
 def chosen_by(job: Job) -> str:
@@ -418,15 +407,15 @@ def check_slice(job: Job, extent: Extent, say: Say) -> None:
     """Raise OutputError if other rows are chosen over all slices than when the slice with this extent began."""
     assert job.slice is not None
     whole = _of_all_slices(job, say)
-    places = job.slice.rows(whole.num_rows)
+    places = job.slice.rows(len(whole))
     if (extent.start, extent.num_rows) != (places.start, len(places)):
         raise OutputError(
             f"{job.spec.output.path}: spec and input now choose other rows than when slice {job.slice} began, "
-            f"{whole.num_rows:,} over all slices; restore cut.json, or give the job another output.path"
+            f"{len(whole):,} over all slices; restore cut.json, or give the job another output.path"
         )
 
 
-def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> Choice:
+def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> RunOrder:
     """The rows that all slices share; the first slice to start chooses them. begins: this slice has not begun."""
     rows = range(job.source.num_rows)
     limit = job.spec.input.limit
@@ -439,21 +428,21 @@ def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> Choice:
         job.source.keep_digests()
         join_cut(job, num_rows, positions)
 
+    shared = _shared(job)
     if not job.spec.input.selects:
         join(len(rows), None)
-        return consecutive(rows)
-    shared = _shared(job)
+        return RunOrder(shared, [uncut(rows)])
     shared.make(RUN_FOLDER)
     with locked(Folder(shared.path(RUN_FOLDER))):
         check_cut(job)
         cut = read_cut(job.spec.output.folder)
         if cut is not None and cut.positions is None:
-            return consecutive(range(cut.num_rows))
+            return RunOrder(shared, [uncut(range(cut.num_rows))])
         if cut is not None and (known := read_positions(shared, 1, cut.positions)) is not None:
-            return _choice(known, 1, rows, limit)
-        choice = choose(job, rows, shared, limit=limit, say=say)
-        join(choice.num_rows, choice.positions)
-        return choice
+            return RunOrder(shared, [_extent(known, rows, limit)])
+        order = choose(job, rows, shared, limit=limit, say=say)
+        join(len(order), order.extents[0].positions)
+        return order
 
 
 def _shared(job: Job) -> Folder:
@@ -461,21 +450,21 @@ def _shared(job: Job) -> Folder:
     return Folder(source_folder(job.folder, job.slice))
 
 
-def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
+def _of_slice(job: Job, whole: RunOrder, check_lock: CheckLock) -> RunOrder:
     """Store the slice's part of `whole`: the rows chosen from its first position to the next slice's first one."""
     assert job.slice is not None
-    places = job.slice.rows(whole.num_rows)
-    part = Choice(number=1, start=places.start, num_rows=len(places), first_row=places.start, stop_row=places.stop)
-    if whole.positions is None or not places:
-        return part
-    order = whole.order(_shared(job))
+    [extent] = whole.extents
+    places = job.slice.rows(len(whole))
+    part = uncut(places, places.start)
+    if extent.positions is None or not places:
+        return RunOrder(job.folder, [part])
     first_row, stop_row = (
-        edge if place in (0, len(order)) else order[place]
-        for edge, place in ((whole.first_row, places.start), (whole.stop_row, places.stop))
+        edge if place in (0, len(whole)) else whole[place]
+        for edge, place in ((extent.first_row, places.start), (extent.stop_row, places.stop))
     )
     part = dataclasses.replace(part, first_row=first_row, stop_row=stop_row)
-    if len(places) == stop_row - first_row:
-        return part
-    rows = order.pieces(_MOST_ROWS, places.start, places.stop)
-    stored = write_positions(job.folder, 1, rows, job.source.num_rows, check_lock=check_lock)
-    return dataclasses.replace(part, positions=stored.digest)
+    if len(places) != stop_row - first_row:
+        rows = whole.pieces(_MOST_ROWS, places.start, places.stop)
+        stored = write_positions(job.folder, 1, rows, job.source.num_rows, check_lock=check_lock)
+        part = dataclasses.replace(part, positions=stored.digest)
+    return RunOrder(job.folder, [part])

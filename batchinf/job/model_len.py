@@ -125,5 +125,4 @@ def _pieces(job: Job) -> Iterator[Int64Array]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(scratch)
         selecting = replace(job, spec=job.spec.model_copy(update={"input": where}))
-        chosen = choose(selecting, rows, folder, limit=where.limit)
-        yield from chosen.order(folder).pieces(_ROWS_AT_ONCE)
+        yield from choose(selecting, rows, folder, limit=where.limit).pieces(_ROWS_AT_ONCE)

@@ -17,7 +17,7 @@ from batchinf.job.scratch import scratch_database
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline
 from batchinf.records import Int64Array
-from batchinf.schedule.positions import Choice, positions_name, read_positions, write_positions
+from batchinf.schedule.positions import RunOrder, positions_name, read_positions, write_positions
 from batchinf.spec.job import JobSpec
 
 # (bytes of a block, end of the blocks of this size). 64 bytes are about 16 tokens of text, or 16 token ids, and vLLM's
@@ -122,46 +122,44 @@ _MOST_TOKENS = 2**32 - 1
 WAVES_AND_HANDS = (2, 128)
 
 
-def begin_or_restore(job: Job, state: State | None, say: Say, check_lock: CheckLock) -> Choice | None:
-    """Choose and order the rows of a new job; for one that has begun, restore their files and return None."""
-    if state is not None:
-        _restore(job, state, say)
-        return None
-    choice = begin_choice(job, say, check_lock)
+def begin(job: Job, say: Say, check_lock: CheckLock) -> tuple[RunOrder, str]:
+    """Choose and order the rows of a new job. Returns them, and the value of `input.order` by which they run."""
+    chosen = begin_choice(job, say, check_lock)
     ordered_by: str = job.spec.input.order
     if ordered_by == "auto":
-        ordered_by = _decide(job, choice, say)
-    return in_order(job, dataclasses.replace(choice, ordered_by=ordered_by), None, say=say, check_lock=check_lock)
+        ordered_by = _decide(job, chosen, say)
+    return in_order(job, chosen, ordered_by, None, say=say, check_lock=check_lock), ordered_by
 
 
 def in_order(
     job: Job,
-    choice: Choice,
+    chosen: RunOrder,
+    ordered_by: str,
     state: State | None,
     *,
     say: Say = lambda line: None,
     check_lock: CheckLock = lambda: None,
-) -> Choice:
-    """Store the order that `choice.ordered_by` names; returns the rows with it. check_lock: see `write_positions`."""
-    if choice.ordered_by == "input" or choice.num_rows < 2:
-        return choice
+) -> RunOrder:
+    """Store the chosen rows in the order that `ordered_by` names, and return it. check_lock: see `write_positions`."""
+    if ordered_by == "input" or len(chosen) < 2:
+        return chosen
     began = time.monotonic()
-    say(f"ordering {choice.num_rows:,} rows by {_WORDS[choice.ordered_by]}")
+    say(f"ordering {len(chosen):,} rows by {_WORDS[ordered_by]}")
     # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
     # position again. Seeds and prompts depend only on positions, so the order changes no value.
-    order = choice.order(job.folder)
     builder = job.prompt_builder(state)
     keyed = (
-        (rows, [_key(builder.outline(row), choice.ordered_by) for row in job.source.read_rows(rows, builder.columns)])
-        for rows in order.pieces(_AT_ONCE)
+        (rows, [_key(builder.outline(row), ordered_by) for row in job.source.read_rows(rows, builder.columns)])
+        for rows in chosen.pieces(_AT_ONCE)
     )
-    rows_in_order = sort_rows(job.folder, keyed, *(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
-    stored = write_positions(job.folder, choice.number, rows_in_order, job.source.num_rows, check_lock=check_lock)
+    rows_in_order = sort_rows(job.folder, keyed, *(WAVES_AND_HANDS if ordered_by == "longest" else ()))
+    stored = write_positions(job.folder, chosen.number, rows_in_order, job.source.num_rows, check_lock=check_lock)
     say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
-    return dataclasses.replace(choice, positions=stored.digest)
+    extent = dataclasses.replace(chosen.extents[0], positions=stored.digest)
+    return RunOrder(job.folder, [extent], chosen.number)
 
 
-def _restore(job: Job, state: State, say: Say) -> None:
+def restore(job: Job, state: State, say: Say) -> None:
     """Make missing or altered files of positions again. Raises OutputError if there are other rows in them now."""
     if job.slice is not None:
         check_slice(job, state.extents[0], say)
@@ -171,12 +169,11 @@ def _restore(job: Job, state: State, say: Say) -> None:
             continue
         name = job.folder.path(positions_name(number))
         say(f"warning: {name} is gone or altered; {'choosing' if state.is_in_order else 'ordering'} its rows again")
-        choice = dataclasses.replace(choose_again(job, number, state, say), ordered_by=ordered_by)
-        choice = in_order(job, choice, state)
-        if choice.positions != extent.positions:
+        order = in_order(job, choose_again(job, number, state, say), ordered_by, state)
+        if order.extents[0].positions != extent.positions:
             raise OutputError(
                 f"{name} is gone or altered, and spec and input now choose other rows or another order: "
-                f"{choice.num_rows:,} rows, not {extent.num_rows:,}; restore the file, or give the job another "
+                f"{len(order):,} rows, not {extent.num_rows:,}; restore the file, or give the job another "
                 "output.path"
             )
 
@@ -197,14 +194,14 @@ def _key(outline: Outline, ordered_by: str) -> bytes | None:
 # -- auto --------------------------------------------------------------------------------------------------------------
 
 
-def _decide(job: Job, choice: Choice, say: Say) -> str:
+def _decide(job: Job, chosen: RunOrder, say: Say) -> str:
     """Choose the best order from a sample of the rows, and print a line about it."""
     own_lengths = has_own_lengths(job.spec)
     otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as in the input")
     if (reason := no_cache(job)) is not None:
         say(f"order: {otherwise[1]}, as {reason}")
         return otherwise[0]
-    saved, num_rows = saved_share(_runs(job, choice))
+    saved, num_rows = saved_share(_runs(job, chosen))
     seen = f"sorting would take {saved:.0%} more of {num_rows:,} rows' prompts from the prefix cache"
     if saved >= LEAST_SAVED:
         say(f"order: by prefix: {seen}")
@@ -239,13 +236,12 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
     return max(0.0, more / max(1, total)), sum(map(len, runs))
 
 
-def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
+def _runs(job: Job, chosen: RunOrder) -> list[list[bytes]]:
     """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
-    order = choice.order(job.folder)
     builder = job.prompt_builder()
     runs = []
-    for start, stop in sampled_runs(choice.num_rows):
-        pieces = (job.source.read_rows(rows, builder.columns) for rows in order.pieces(_AT_ONCE, start, stop))
+    for start, stop in sampled_runs(len(chosen)):
+        pieces = (job.source.read_rows(rows, builder.columns) for rows in chosen.pieces(_AT_ONCE, start, stop))
         beginnings = (builder.outline(row).beginning for rows in pieces for row in rows)
         runs.append([beginning for beginning in beginnings if beginning is not None])
     return runs

@@ -7,7 +7,7 @@
 3. By the input: its first rows and then its scan give format and columns; all its rows give the meaning of answers.
 4. Before replicas start: a length by the longest row (`model_len.py`), degrees by the devices.
 
-`Launcher.of` chooses the engine arguments that the spec still leaves open, by the devices of a slot.
+Then `choose_engines` in `fleet/launch.py` chooses the engine arguments that are still open, by the devices of a slot.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -182,8 +182,7 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
         if job.spec.input.selects:
             folder = Folder(scratch)
             limit = None if is_sample else where.limit
-            choice = choose(job, range(job.source.num_rows), folder, limit=limit, may_be_none=is_sample)
-            positions = choice.order(folder)
+            positions = choose(job, range(job.source.num_rows), folder, limit=limit, may_be_none=is_sample)
         all_rows = len(positions)
         if num_rows is not None:
             all_rows = round(num_rows * len(positions) / max(1, job.source.num_rows) * (where.sample or 1.0))

@@ -122,14 +122,9 @@ class StartPhase:
     name: str
     host: str = ""
     """Where it runs; empty: as before."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoPlacement:
-    """From the backend: no host that is left can hold the replica, which waits for one. `StartPhase` ends that."""
-
-    shortage: str
-    """What it asks for, and what there is, for people."""
+    shortage: str = ""
+    """From the backend, if no host that is left can hold it, until its next phase: what it asks for, and what there is,
+    for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +220,7 @@ class Stopped:
     """Last of an incarnation: it has journalled its results. It ends, or waits for another `Launch`."""
 
 
-Event = StartPhase | NoPlacement | Ready | Progress | LeaseBegun | LeaseDone | Revoked | Tried | Failed | Stopped
+Event = StartPhase | Ready | Progress | LeaseBegun | LeaseDone | Revoked | Tried | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

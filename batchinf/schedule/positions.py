@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
@@ -251,38 +250,6 @@ def chosen_in_order(order: "RunOrder", chosen: Positions, lease: Lease) -> BoolA
     return chosen.chosen(rows)[rows.to_run(0, len(rows))]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The rows of an extent before it is cut into shards; see `Extent`."""
-
-    number: int
-    """Of the extent, from 1."""
-    start: int
-    """The place of the first row."""
-    num_rows: int
-    first_row: int
-    stop_row: int
-    positions: str | None = None
-    ordered_by: str = "input"
-    """The value of `input.order` by which the rows are ordered."""
-
-    def extent(self, rows_per_shard: int = 1, first_shard: int = 0) -> Extent:
-        """These rows, cut into shards."""
-        return Extent(
-            start=self.start,
-            num_rows=self.num_rows,
-            rows_per_shard=rows_per_shard,
-            first_shard=first_shard,
-            first_row=self.first_row,
-            stop_row=self.stop_row,
-            positions=self.positions,
-        )
-
-    def order(self, folder: Folder) -> "RunOrder":
-        """These rows in run order; their file is in `folder`."""
-        return RunOrder(folder, [self.extent()], self.number)
-
-
 class RunOrder(Sequence[int]):
     """The positions of the rows of some extents, in run order. Threads may share it.
 
@@ -293,8 +260,8 @@ class RunOrder(Sequence[int]):
     def __init__(self, folder: Folder, extents: Sequence[Extent], number: int = 1) -> None:
         """number: of the first extent."""
         self.extents = tuple(extents)
+        self.number = number
         self._folder = folder
-        self._number = number
         self._stored: dict[int, Positions] = {}
 
     def __len__(self) -> int:
@@ -390,5 +357,5 @@ class RunOrder(Sequence[int]):
     def _file(self, index: int) -> Positions:
         if index not in self._stored:
             digest = self.extents[index].positions
-            self._stored[index] = stored_positions(self._folder, self._number + index, digest)
+            self._stored[index] = stored_positions(self._folder, self.number + index, digest)
         return self._stored[index]

@@ -42,6 +42,11 @@ class Extent:
     """Digest of the file with the chosen rows in run order; None if all were chosen and run by position."""
 
 
+def uncut(rows: range, start: int = 0) -> Extent:
+    """All rows at these positions, from the place `start` on, before they are cut into shards of more than one row."""
+    return Extent(start, len(rows), rows_per_shard=1, first_shard=0, first_row=rows.start, stop_row=rows.stop)
+
+
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:
     """Whether an extent may follow these. The first may begin anywhere, because a slice has only some of the rows."""
     if not extents:

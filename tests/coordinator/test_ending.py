@@ -21,7 +21,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import ErrorGroup, counted, without_numbers
 from batchinf.commands.status import _job_state
 from batchinf.coordinator.ending import _image_folder, finished
-from batchinf.fleet import launcher
+from batchinf.fleet import launch
 from batchinf.manifest.lines import Platform, record_line
 from batchinf.manifest.lock import Holder
 from batchinf.manifest.state import read_state
@@ -89,7 +89,7 @@ def test_a_start_that_counts_weights_for_long_says_so(
         time.sleep(0.3)
         return fit_of(*arguments, **named)
 
-    monkeypatch.setattr(launcher, "fit_of", slowly)
+    monkeypatch.setattr(launch, "fit_of", slowly)
     spec = yaml.safe_load(jobs.spec_of(tmp_path, input={"limit": 2}, **QUICK).read_text())
     batchinf.run(spec)
     words = f"counting the weights of {MODEL} …"

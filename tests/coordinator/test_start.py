@@ -19,6 +19,7 @@ from batchinf.coordinator import start
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.manifest.commit_log import read_lines
+from batchinf.manifest.events import read_events
 from batchinf.manifest.lines import StartedReplica
 from batchinf.manifest.state import read_beginning, read_state
 
@@ -482,3 +483,22 @@ def test_files_without_rows_beside_others_are_named(tmp_path: pathlib.Path) -> N
     assert said in jobs.run("validate", spec).stdout.splitlines()
     assert said in jobs.finish(spec).stderr.splitlines()
     assert len(jobs.rows_of(tmp_path / "out")) == 1
+
+
+def test_engines_start_again_if_only_a_later_row_shows_that_the_input_is_a_batch_file(tmp_path: pathlib.Path) -> None:
+    request = {"method": "POST", "url": "/v1/completions"}
+    lines: list[dict[str, Any]] = [{"custom_id": str(row), **request, "prompt": "Once"} for row in range(400)]
+    lines.append(
+        {"custom_id": "last", **request, "body": {"model": str(jobs.MODEL), "prompt": "Once", "max_tokens": 2}}
+    )
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    where = {"input": {"path": str(path)}, "output": {"path": str(tmp_path / "out")}}
+    (tmp_path / "job.yaml").write_text(
+        json.dumps({"model": str(jobs.MODEL), **where, "scripted": {}, "parallel": ONE, "max_error_rate": 1.0})
+    )
+    jobs.finish(tmp_path / "job.yaml")
+    rows = jobs.rows_of(tmp_path / "out")
+    assert [row["id"] for row in rows if row["error_type"] is None] == ["last"]
+    starts = [event.fields for event in read_events(Folder(tmp_path / "out")) if event.name == "replica_started"]
+    assert [each["incarnation"] for each in starts] == ["000001.0001", "000001.0002"]

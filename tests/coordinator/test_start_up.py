@@ -10,17 +10,18 @@ from fleets import fleet_of
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import EngineInfo
+from batchinf.fleet import launch
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
+from batchinf.job.job import PreparedJob
 from batchinf.model.memory import fit_of
 from batchinf.model.model import resolve
 from batchinf.replica.messages import Launch, Ready
+from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
 
 
 def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
@@ -99,23 +100,24 @@ def test_what_a_killed_coordinator_left_is_swept(tmp_path: pathlib.Path, monkeyp
     assert list(cache_root().iterdir()) == [others]
 
 
-def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launcher:
+def new_fleet(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Fleet:
     """Of a job on one device, which nothing here touches."""
-    spec = JobSpec.model_validate(
-        {"model": {"name": str(model)}, "input": {"path": "in"}, "output": {"path": "out"}, "engine": engine}
-    )
+    given = {"model": {"name": str(model)}, "input": {"path": "in"}, "output": {"path": "out"}, "engine": engine}
+    spec = JobSpec.model_validate(given)
     found = resolve(spec.model)
-    settings = EngineSettings(spec, fit_of(found, spec, None, ""))
-    return Launcher(
-        backend=LocalBackend(),
-        task=task_of(spec),
+    job = PreparedJob(
+        file=SpecFile(spec, {}, "job.yaml"),
+        spec=spec,
+        origins={},
+        folder=Folder(folder),
         model=found,
         adapters=(),
-        folder=Folder(folder),
-        epoch=1,
-        slots=[Slot(0, ("0",), ())],
-        settings=settings,
+        state=None,
+        new="refuse",
+        limit=None,
     )
+    settings = EngineSettings(spec, fit_of(found, spec, None, ""))
+    return launch.new_fleet(job, LocalBackend(), settings, [Slot(0, ("0",), ())], job_id="job", epoch=1)
 
 
 def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(
@@ -124,13 +126,12 @@ def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     elsewhere = tmp_path / "model"
     shutil.copytree(jobs.MODEL, elsewhere)
-    first = launcher(tmp_path, jobs.MODEL)
-    fleet = first.fleet("job")
+    fleet = new_fleet(tmp_path, jobs.MODEL)
     assert not fleet.is_cache_warm
-    first.note_warm(fleet)
-    assert not launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
+    fleet.note_cache_warm()
+    assert not new_fleet(tmp_path, jobs.MODEL).is_cache_warm
     fleet.is_cache_warm = True
-    first.note_warm(fleet)
-    assert launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
-    assert not launcher(tmp_path, elsewhere).fleet("job").is_cache_warm
-    assert not launcher(tmp_path, jobs.MODEL, max_num_seqs=7).fleet("job").is_cache_warm
+    fleet.note_cache_warm()
+    assert new_fleet(tmp_path, jobs.MODEL).is_cache_warm
+    assert not new_fleet(tmp_path, elsewhere).is_cache_warm
+    assert not new_fleet(tmp_path, jobs.MODEL, max_num_seqs=7).is_cache_warm

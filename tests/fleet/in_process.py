@@ -21,7 +21,7 @@ from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import interruptible
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.run import run_job
-from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, ReplicaHandle
+from batchinf.fleet.backend import Backend, EndedBy, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.manifest.lines import StartedReplica
 from batchinf.model.model import Model
@@ -131,16 +131,6 @@ class _Port:
         return self._replica.is_closed
 
 
-class NoWatch:
-    """A watch without devices."""
-
-    def looks(self) -> tuple[DeviceLook, ...]:
-        return ()
-
-    def close(self) -> None:
-        pass
-
-
 class InProcessBackend:
     """loses: name of the incarnation that is lost when it begins its second shard. device: of the only replica.
 
@@ -173,8 +163,8 @@ class InProcessBackend:
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         pass
 
-    def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
-        return NoWatch()
+    def device_looks(self, devices: Sequence[str]) -> tuple[DeviceLook, ...]:
+        return ()
 
     def read_ahead(self, model: Model, load_format: str) -> None:
         pass

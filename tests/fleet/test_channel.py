@@ -35,7 +35,7 @@ MESSAGES = (
     messages.MayStore(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
-    messages.NoPlacement("each asks for 1 GPU"),
+    messages.StartPhase("waiting for a node", shortage="each asks for 1 GPU"),
     messages.Ready(EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
     messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, EngineStats(3, 1, 0.5, 0, 7, 2)),
     messages.LeaseBegun((4, 40, 60), 17, 16),

@@ -16,7 +16,6 @@ from batchinf.replica.messages import (
     Failed,
     LeaseBegun,
     LeaseDone,
-    NoPlacement,
     Progress,
     Ready,
     Revoked,
@@ -103,7 +102,7 @@ def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseDone
 PASSES_ON = "the event itself"
 EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "phase": (StartPhase("loading", "host"), None, None, "loading"),
-    "no place": (NoPlacement("each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting for a node"),
+    "no place": (StartPhase("waiting", shortage="each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting"),
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
@@ -319,9 +318,10 @@ def test_of_the_last_messages_only_parts_count_for_leases() -> None:
 
 def test_an_incarnation_knows_nothing_of_the_one_before() -> None:
     replica = replica_in("up")
-    replica.hear(progress(15), now=1.0, at=1003.0)
+    replica.hear(replace(progress(15), num_answered=12), now=1.0, at=1003.0)
     assert replica.status().busy == 0.0
     replica.end("", None, now=1.0, max_restarts=9)
     replica.start("000001.0002", 3.0)
     assert (replica.is_up, replica.state, replica.status().busy) == (False, "starting", None)
-    assert (replica.num_open_rows, replica.window_rows, replica.totals.num_rows) == (0, 1, 0)
+    assert (replica.num_open_rows, replica.window_rows) == (0, 1)
+    assert replica.status().num_rows == 12  # of all incarnations

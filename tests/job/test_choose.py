@@ -70,8 +70,9 @@ def chosen_of(spec: pathlib.Path, *overrides: str) -> list[int]:
     job = open_job(file)
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(job.source):
         folder = Folder(scratch)
-        choice = choosing.choose(job, range(job.source.num_rows), folder, limit=job.spec.input.limit)
-        rows = list(choice.order(folder))
+        order = choosing.choose(job, range(job.source.num_rows), folder, limit=job.spec.input.limit)
+        rows = list(order)
+        [choice] = order.extents
         assert (choice.positions is None) == (rows == list(range(choice.first_row, choice.stop_row)))
         assert [path.name for path in (folder.path("selection")).glob("*")] == (
             [] if choice.positions is None else ["000001.positions"]
@@ -423,7 +424,7 @@ def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_pa
     # As when more is taken in later, or the file is lost: the hashes in the output are of that time.
     state, rows = jobs.state_of(tmp_path / "out"), range(job.source.num_rows)
     choice = choosing.choose(job, rows, Folder(tmp_path / "scratch"), limit=None, may_be_none=True, state=state)
-    assert choice.num_rows == 0
+    assert len(choice) == 0
     job.source.close()
 
 

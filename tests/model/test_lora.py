@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import jobs
 from batchinf.base.errors import DriftError, EngineStartError, ModelError, RowError, UserError
 from batchinf.coordinator.begin import new_header
-from batchinf.job.choose import consecutive
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job
 from batchinf.job.open import open_job, prepare_job
@@ -26,6 +25,7 @@ from batchinf.model.lora import Adapter, resolve_adapters
 from batchinf.model.model import resolve
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Request
+from batchinf.schedule.shards import uncut
 from batchinf.source.rows import Row
 from batchinf.spec.file import dump_spec, read_spec
 from batchinf.spec.job import JobSpec
@@ -197,7 +197,7 @@ def test_another_adapter_is_another_job(tmp_path: pathlib.Path) -> None:
     one, two = (str(make_adapter(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))
     shutil.copytree(one, tmp_path / "moved")
     job = job_of(tmp_path, one)
-    header, _ = new_header(job, 1, consecutive(job.rows), "job")
+    header, _ = new_header(job, 1, uncut(job.rows), "job")
     check_drift(job_of(tmp_path, str(tmp_path / "moved")), header)
     with pytest.raises(DriftError, match=r"lora: the job has adapters with content \"[0-9a-f]{32}\", now it is "):
         check_drift(job_of(tmp_path, two), header)

@@ -16,7 +16,6 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.schedule.positions import (
     RETRY_FOLDER,
-    Choice,
     Positions,
     RunOrder,
     ShardRows,
@@ -49,8 +48,8 @@ def random_extents(folder: Folder, chance: random.Random) -> tuple[tuple[Extent,
             if chance.random() < 0.5:
                 chance.shuffle(chosen)
             digest = store(folder, number, chosen, stop_row).digest
-        choice = Choice(number, start, len(chosen), first_row, stop_row, digest)
-        extent = choice.extent(chance.randrange(1, 60), total_shards(extents))
+        rows_per_shard = chance.randrange(1, 60)
+        extent = Extent(start, len(chosen), rows_per_shard, total_shards(extents), first_row, stop_row, digest)
         assert follows(extents, extent)
         extents.append(extent)
         rows += chosen
@@ -109,7 +108,7 @@ def test_places_that_no_extent_has_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_rows_that_come_later_follow_in_places_and_in_the_source(tmp_path: pathlib.Path) -> None:
-    first = Choice(1, 0, 10, 0, 1000, "digest").extent(4, 0)
+    first = Extent(0, 10, 4, 0, 0, 1000, "digest")
     second = next_extent([first], 50, 5)
     assert (second.start, second.first_row, second.stop_row, second.first_shard) == (10, 1000, 1050, 4)
     order = RunOrder(Folder(tmp_path), [first, second])

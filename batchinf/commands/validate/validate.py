@@ -31,7 +31,7 @@ from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_row
 from batchinf.coordinator.retry import check_retry
 from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.launch import choose_backend
 from batchinf.fleet.parallel import check_devices, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
@@ -53,7 +53,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
-from batchinf.schedule.positions import Choice, RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile, retried_structures
@@ -86,8 +86,8 @@ def validate_job(
         chosen = None
         if job.spec.input.selects and state is None:
             chosen = choose(job, range(job.source.num_rows), Folder(scratch), limit=job.spec.input.limit)
-            yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
-        num_chosen = len(job.rows) if chosen is None else chosen.num_rows
+            yield RowsChosen(chosen_by(job), len(chosen), job.source.num_rows)
+        num_chosen = len(job.rows) if chosen is None else len(chosen)
         check_size(job, None if state is not None else num_chosen)
         yield from _warnings(check_retry(job, state))
         yield _task(job)
@@ -98,11 +98,11 @@ def validate_job(
         if (retried := retried_structures(dataclasses.replace(job.file, spec=job.spec))) is not None:
             with StructuresCheck(retried, job.model.tokenizer) as structures:
                 yield from (Remark("structure", f"{text} (retry.set)") for text in structures.lines())
-        positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
+        positions = _positions(job, state) if chosen is None else chosen
         yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
         copy_bytes = sum(file.stat().st_size for file in pathlib.Path(scratch).glob("*.rows"))  # as in the job's folder
-        yield _output(job, state, chosen, begun, copy_bytes=copy_bytes)
+        yield _output(job, state, None if chosen is None else num_chosen, begun, copy_bytes=copy_bytes)
         _refuse_hopeless(lengths, job.spec)
 
 
@@ -303,7 +303,7 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
-def _output(job: Job, state: State | None, chosen: Choice | None, begun: Folder, *, copy_bytes: int) -> OutputFound:
+def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, *, copy_bytes: int) -> OutputFound:
     """begun: the folder with the manifest; of a job in a bucket, that of a copy."""
     folder = Folder(job.spec.output.folder)
     name = job.spec.output.path if job.spec.output.is_bucket else str(folder.root)
@@ -315,7 +315,6 @@ def _output(job: Job, state: State | None, chosen: Choice | None, begun: Folder,
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
     if state is not None and state.is_done:
         return output
-    num_rows = None if chosen is None else chosen.num_rows
     warning = room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
     return dataclasses.replace(output, room_warning=warning)
 

@@ -24,8 +24,8 @@ import psutil
 
 from batchinf.base.storage import open_log
 from batchinf.engines.installed import cuda_of_build
-from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
-from batchinf.fleet.devices import Slot
+from batchinf.fleet.backend import EndedBy, Ending
+from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local import devices
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.local.environment import (
@@ -182,6 +182,7 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._watch: devices.NvmlWatch | None = None
 
     def devices(self) -> tuple[str, ...]:
         """See `Backend`. Limited by CUDA_VISIBLE_DEVICES."""
@@ -205,8 +206,10 @@ class LocalBackend:
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         devices.check_free(engine, slots)
 
-    def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
-        return devices.NvmlWatch(names)
+    def device_looks(self, names: Sequence[str]) -> tuple[DeviceLook, ...]:
+        if self._watch is None and names:
+            self._watch = devices.NvmlWatch(names)
+        return () if self._watch is None else self._watch.looks()
 
     def read_ahead(self, model: Model, load_format: str) -> None:
         """See `Backend`. Reads into the page cache."""
@@ -284,6 +287,8 @@ class LocalBackend:
         (cache_root() / key).touch()
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._selector.close()
 
 

@@ -18,7 +18,7 @@ from batchinf.spec.job import ParallelSpec
 
 
 class NvmlWatch:
-    """See `DeviceWatch`. Asks NVML on its own thread, because a driver may answer slowly."""
+    """Looks at devices once a second on its own thread, because a driver may answer slowly."""
 
     def __init__(self, devices: Sequence[str], every_s: float = 1.0) -> None:
         self._devices = devices
@@ -30,9 +30,11 @@ class NvmlWatch:
             self._thread.start()
 
     def looks(self) -> tuple[DeviceLook, ...]:
+        """The latest look at each device; empty before the first one, or without a driver."""
         return self._latest
 
     def close(self) -> None:
+        """Stop looking."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -120,7 +120,7 @@ class ReplicaActor:
         self._next_activity_at = 0.0
         self._cache_lock: IO[bytes] | None = None
         self._cache_key: str | None = None
-        self._watch: Any = None
+        self._gpus: tuple[str, ...] = ()
 
     def start(self, order: Order) -> str:
         """Start the replica on this host. Returns the node's name, for people.
@@ -160,7 +160,7 @@ class ReplicaActor:
             self._replica = self._backend.start(launch, slot, log, has_own_cache=has_own_cache)
             self._record = InFlightRecord(self._replica.memory)
             self._events.append(StartPhase(f"starting on {node}"))
-        self._watch = self._backend.watch_devices(gpus)
+        self._gpus = gpus
         return node
 
     def take(self, first: int, commands: Sequence[Command]) -> None:
@@ -188,12 +188,11 @@ class ReplicaActor:
             if events or has_ended or in_flight is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
-        looks = self._watch.looks() if self._watch is not None else ()
         return Report(
             first=self._first,
             events=events,
             in_flight=in_flight,
-            looks=looks,
+            looks=self._backend.device_looks(self._gpus),
             start_activity=self._activity,
             has_ended=has_ended,
         )
@@ -236,8 +235,6 @@ class ReplicaActor:
             if self._ending is None:
                 self._record = None
                 self._ending = self._replica.end()
-            if self._watch is not None:
-                self._watch.close()
             events = (*self._events[max(0, num_received - self._first) :], *self._ending.events)
             return replace(self._ending, events=events)
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from batchinf.base import faults
-from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.environment import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
@@ -29,25 +28,6 @@ from batchinf.spec.job import JobSpec
 _TICK_S = 1.0
 # Ray removes the groups of a dead coordinator by itself, a moment after its death.
 _LEFTOVERS_S = 20.0
-
-
-class RayWatch:
-    """See `DeviceWatch`. The actors look at their devices; this gives what they reported last."""
-
-    def __init__(self, replicas: dict[str, tuple[RayReplica, Slot]]) -> None:
-        self._replicas = replicas
-
-    def looks(self) -> tuple[DeviceLook, ...]:
-        pairs = [
-            (device, look)
-            for replica, slot in list(self._replicas.values())
-            if len(slot.devices) == len(replica.looks)
-            for device, look in zip(slot.devices, replica.looks, strict=True)
-        ]
-        return tuple(replace(look, device=device) for device, look in pairs)
-
-    def close(self) -> None:
-        """See `DeviceWatch`."""
 
 
 class RayBackend:
@@ -118,8 +98,14 @@ class RayBackend:
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """See `Backend`. The actors check it, when they know their devices."""
 
-    def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
-        return RayWatch(self._replicas)
+    def device_looks(self, devices: Sequence[str]) -> tuple[DeviceLook, ...]:
+        """See `Backend`. The actors look at their devices; these are the looks that they reported last."""
+        return tuple(
+            replace(look, device=device)
+            for replica, slot in list(self._replicas.values())
+            if len(slot.devices) == len(replica.looks)
+            for device, look in zip(slot.devices, replica.looks, strict=True)
+        )
 
     def read_ahead(self, model: Model, load_format: str) -> None:
         """See `Backend`. The actors read, each on its host."""

@@ -14,7 +14,7 @@ from batchinf.fleet.local.backend import read_log
 from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
 from batchinf.fleet.ray.cluster import Cluster, ray_cause
 from batchinf.replica.incarnation import last_words
-from batchinf.replica.messages import Command, Event, Failed, Launch, NoPlacement, StartPhase
+from batchinf.replica.messages import Command, Event, Failed, Launch, StartPhase
 
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
@@ -222,7 +222,7 @@ class RayReplica:
 
     def _note_shortage(self, shortage: str) -> None:
         if bool(shortage) != bool(self._shortage):
-            self._events.append(NoPlacement(shortage) if shortage else _WAITS)
+            self._events.append(StartPhase("waiting for a node", shortage=shortage) if shortage else _WAITS)
         self._shortage = shortage
 
     def _place_again(self, now: float) -> None:

@@ -137,14 +137,13 @@ class Assignment:
         return [self._load(replica) for replica in replicas if replica.is_running]
 
     def _load(self, replica: FleetReplica) -> ReplicaLoad:
-        intake = replica.current.intake
         return ReplicaLoad(
             replica=replica.number,
             window_rows=replica.window_rows,
             outstanding_rows=replica.outstanding_rows,
             unbegun=replica.unbegun,
             is_accepting=not replica.is_stopping and not self._quarantine.is_on_trial(replica),
-            engine_rows=None if intake is None else intake.rows,
+            engine_rows=replica.current.engine_rows,
             num_stored=sum(lease.is_stored for lease in replica.current.leases.values()),
         )
 
@@ -198,8 +197,7 @@ class Assignment:
     def _work_s_by_steps(self) -> float | None:
         """The time of a row's steps; None while rows wait in an engine for others to end."""
         states = [replica.current for replica in self._running]
-        intakes = [state.intake for state in states if state.intake is not None]
-        steps_s = [intake.step_s for intake in intakes if intake.step_s is not None]
+        steps_s = [state.step_s for state in states if state.step_s is not None]
         if self._most_tokens is None or not steps_s or any(state.progress.engine.num_waiting for state in states):
             return None
         return self._most_tokens * max(steps_s)
