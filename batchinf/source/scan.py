@@ -14,8 +14,8 @@ from batchinf.base.text import counted, size_text
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, content_hash, open_bytes, refuse_pointers
-from batchinf.source.formats.base import FileFormat
-from batchinf.source.ranges import RangedFile, footer_of
+from batchinf.source.formats.base import FileFormat, SourceFile
+from batchinf.source.ranges import footer_of
 from batchinf.source.remote import UNKNOWN
 from batchinf.source.types import refuse_twins
 
@@ -33,8 +33,8 @@ class Scanner:
     say: Callable[[str], None]
     """Shows a line before a large copy."""
 
-    def scan(self, files: Sequence[InputFile]) -> list[FileEntry]:
-        """The entry of each file: from the cache if path, size, mtime and inode are unchanged, else from a scan.
+    def scan(self, files: Sequence[InputFile]) -> list[SourceFile]:
+        """The files with their entries: from the cache if path, size, mtime and inode are unchanged, else from a scan.
 
         If the size is the same, the file's content is compared first, and scanned only if it differs. Several processes
         may call this with one cache: one works under a lock, and the others find its result.
@@ -42,10 +42,13 @@ class Scanner:
         self.cache.make()
         known = load_entries(self.cache)
         entries = [entry for file in files if (entry := self._trusted(file, known.get(file.name))) is not None]
-        if len(entries) == len(files):
-            return entries
-        with locked(self.cache):
-            return self._scan_alone(files)
+        if len(entries) < len(files):
+            with locked(self.cache):
+                entries = self._scan_alone(files)
+        return [self._scanned(file, entry) for file, entry in zip(files, entries, strict=True)]
+
+    def _scanned(self, file: InputFile, entry: FileEntry) -> SourceFile:
+        return SourceFile(file, entry, self.cache, self.digests)
 
     def _scan_alone(self, files: Sequence[InputFile]) -> list[FileEntry]:
         known = load_entries(self.cache)
@@ -82,7 +85,7 @@ class Scanner:
         if not (self.format.hashes_all or entry.digest or self.digests.has(entry.content)):
             return None  # nothing of it was read, so it may be any file
         size, mtime_ns, inode = stamp = file.settled_stamp()
-        if size != entry.size or not self.format.is_same(file, entry, self.digests) or file.settled_stamp() != stamp:
+        if size != entry.size or not self.format.is_same(self._scanned(file, entry)) or file.settled_stamp() != stamp:
             return None
         return replace(entry, path=file.path, mtime_ns=mtime_ns, inode=inode)
 
@@ -123,14 +126,6 @@ class Scanner:
             etag=scratch.etag,
             digest=digest,
         )
-
-    def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
-        """The cache's copy of a remote file if the scan kept one, else the file."""
-        if (footer := entry.artifacts.get("footer")) is not None:
-            path = str(self.cache.path(footer.name))
-            return RangedFile(file.name, path, url=entry.path, etag=entry.etag, cache=self.cache)
-        copy = entry.artifacts.get("content")
-        return file if copy is None else InputFile(file.name, str(self.cache.path(copy.name)))
 
     def _local(self, file: InputFile, scratch: Scratch) -> InputFile:
         """The file, or a copy of a remote file if its format is not scanned from beginning to end.

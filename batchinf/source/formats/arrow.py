@@ -23,7 +23,6 @@ from batchinf.source.formats.base import (
     SourceFile,
     check_num_rows,
     checked,
-    map_int64,
     spans,
 )
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
@@ -79,7 +78,7 @@ class Arrow(FileFormat):
             except pa.ArrowInvalid:
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return ArrowReader(source_file)
 
 
@@ -165,16 +164,15 @@ class ArrowReader(ColumnarReader):
     def __init__(self, source_file: SourceFile) -> None:
         file = source_file.file
         entry = source_file.entry
-        cache = source_file.cache
         super().__init__(entry.arrow_schema())
         self._name = file.name
-        rows = entry.artifacts.get("rows")
-        self._firsts = map_int64(cache, entry.artifacts["batches"])
+        rows = source_file.artifact("rows")
+        self._firsts = source_file.numbers("batches")
         self._watch: Watch | None = None
         if rows is None and file.path == entry.path:
             self._watch = source_file.digests.watch(entry.content)
             self._watch.check()
-        with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
+        with open(rows or file.path, "rb") as opened:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._reader = pa.ipc.open_file(pa.py_buffer(self._mapped))
         self._num_touched_bytes = 0

@@ -7,8 +7,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import ReadDigests
+from batchinf.source.cache import FileFindings, Scratch
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import Lost, MixedTypes, is_utf8
@@ -40,10 +39,10 @@ class Images(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(_SCHEMA.names)]
 
-    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        return _hash(file) == entry.hash
+    def is_same(self, source_file: SourceFile) -> bool:
+        return _hash(source_file.file) == source_file.entry.hash
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return _OneRow(source_file)
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
@@ -57,7 +58,7 @@ class Json(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return json_records(list(itertools.islice(_values(blocks(file), file), FIRST_LINES)))
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, split_lines, parse_json, "value")
 
 

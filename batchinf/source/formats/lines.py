@@ -16,9 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.storage import Folder
 from batchinf.base.text import shorten
-from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
+from batchinf.source.cache import FURTHER_COLUMNS, FileFindings, Scratch, further_line
 from batchinf.source.digests import changed
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -32,7 +31,7 @@ from batchinf.source.files import (
     refuse_utf16,
     stamp_of,
 )
-from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile, map_int64
+from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8, with_remark
 
 WHITESPACE = b" \t\r\n"  # of JSON
@@ -48,19 +47,18 @@ BATCH_COLUMNS = ("custom_id", "method", "url", "body")  # an input that has them
 class LineFormat(FileFormat):
     """A format whose files may grow by appended lines."""
 
-    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+    def prefix(self, source_file: SourceFile, num_bytes: int) -> tuple[str, int] | None:
         digest = xxhash.xxh3_128()
         rest = num_bytes
         end = b""
-        with open(_content(file, entry, cache), "rb") as stream:
+        with open(source_file.artifact("lines") or source_file.file.path, "rb") as stream:
             while rest and (block := stream.read(min(rest, BLOCK_BYTES))):
                 digest.update(block)
                 rest -= len(block)
                 end = block[-1:]
             if rest or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
                 return None
-        offsets = map_int64(cache, entry.artifacts["offsets"])
-        return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
+        return digest.hexdigest(), int(np.searchsorted(source_file.numbers("offsets")[:-1], num_bytes))
 
     def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
         """See `FileFormat`. The places are bytes, so longer lines come a little more often."""
@@ -119,11 +117,6 @@ def index_lines(
         num_rows += int(is_row.sum())
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
-
-
-def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
-    copy = entry.artifacts.get("lines")
-    return os.fspath(cache.path(copy.name)) if copy else file.path
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -216,19 +209,17 @@ class LineReader:
         self._split = split
         self._parse = parse
         self._unit = unit
-        file = source_file.file
-        entry = source_file.entry
-        cache = source_file.cache
-        self._name = file.name
-        self._offsets = map_int64(cache, entry.artifacts["offsets"])
-        self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
+        self._name = source_file.name
+        self._offsets = source_file.numbers("offsets")
+        self._blanks = source_file.numbers("blanks")
+        copy = source_file.artifact("lines")
+        digests = source_file.artifact("digests")
         self._digests: bytes | None = None  # of a copy in the cache, which does not change
-        if "lines" not in entry.artifacts:
-            artifact = entry.artifacts.get("digests")
-            self._digests = b"" if artifact is None else cache.read(artifact.name)
-        self._trusted = entry.stamp
-        self._num_bytes = entry.num_bytes
-        self._file = open(_content(file, entry, cache), "rb", buffering=0)  # noqa: SIM115
+        if copy is None:
+            self._digests = b"" if digests is None else pathlib.Path(digests).read_bytes()
+        self._trusted = source_file.entry.stamp
+        self._num_bytes = source_file.entry.num_bytes
+        self._file = open(copy or source_file.file.path, "rb", buffering=0)  # noqa: SIM115
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
@@ -349,7 +340,7 @@ class JsonLines(LineFormat):
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
         return json_records(split_lines(run)[:FIRST_LINES])
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, split_lines, parse_json)
 
 
@@ -480,7 +471,7 @@ class TextLines(LineFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [{_COLUMN: None}]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, _split_text, _parse_text)
 
 

@@ -17,8 +17,8 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.text import list_names
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
+from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.digests import DigestedFile, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
@@ -80,18 +80,20 @@ class Parquet(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         is_spooled = "rows" in source_file.entry.artifacts
         return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file)
 
-    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
+    def is_same(self, source_file: SourceFile) -> bool:
         """See `FileFormat`. Of a file that is read in place, it reads the footer and the chunks that were read before.
 
         Of a remote file, the footer costs as many requests as the whole file.
         """
+        file = source_file.file
+        entry = source_file.entry
         if file.is_remote or entry.digest:
-            return not file.is_remote and super().is_same(file, entry, digests)
-        return _footer_hash(file) == entry.hash and digests.is_same(entry.content, file)
+            return not file.is_remote and super().is_same(source_file)
+        return _footer_hash(file) == entry.hash and source_file.digests.is_same(entry.content, file)
 
     def has_quick_rows(self, file: InputFile) -> bool:
         return self._is_quick_by_row(pq.read_metadata(absolute(file.path)))
