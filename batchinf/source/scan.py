@@ -1,17 +1,15 @@
 """Scans input files: finds the rows, columns and content hash of each, and keeps them in the cache of the source."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
-import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.paths import LARGE_BYTES
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
-from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
+from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, content_hash, open_bytes, refuse_pointers
 from batchinf.source.formats.base import FileFormat, SourceFile
@@ -94,38 +92,20 @@ class Scanner:
         if not file.is_remote:
             open_bytes(file).close()
         before = file.settled_stamp()
-        size, mtime_ns, inode = stamp = file.stamp()
         with Scratch(self.cache, file, self.format.key) as scratch:
             try:
                 local = self._local(file, scratch)
-                findings = self.format.scan(local, scratch)
+                entry = self.format.scan(local, scratch)
                 is_copied = (local is not file and not scratch.etag) or scratch.is_spooled
                 digest = content_hash(local) if is_copied and not self.format.hashes_all else ""
             except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
                 if getattr(error, "errno", None) is not None:  # the system: a full disk or the like
                     raise
                 raise self._damaged(file, error) from error
-            refuse_twins(findings.schema.names, file.name)
+            refuse_twins(entry.arrow_schema().names, file.name)
             if file.settled_stamp() != before:
                 raise InputError(f"{file.name} changed while it was read; start again once it is complete")
-            artifacts = scratch.publish(digest or findings.hash)
-        # The same for each process that scans the same content, and another one for content that replaces it.
-        content = xxhash.xxh3_64_intdigest(json.dumps([file.name, stamp, findings.hash]).encode()) >> 1
-        return FileEntry(
-            path=file.path,
-            format=self.format.key,
-            size=size,
-            mtime_ns=mtime_ns,
-            inode=inode,
-            hash=findings.hash,
-            num_rows=findings.num_rows,
-            schema=schema_text(findings.schema),
-            artifacts=artifacts,
-            num_bytes=findings.num_bytes,
-            content=content,
-            etag=scratch.etag,
-            digest=digest,
-        )
+            return replace(entry, artifacts=scratch.publish(digest or entry.hash), digest=digest)
 
     def _local(self, file: InputFile, scratch: Scratch) -> InputFile:
         """The file, or a copy of a remote file if its format is not scanned from beginning to end.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import Watch
 from batchinf.source.files import InputFile, content_hash
 from batchinf.source.formats.base import (
@@ -44,7 +44,7 @@ class Arrow(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """See `FileFormat`. Streams, and files whose batches are compressed, are spooled."""
         digest = content_hash(file)
         with pa.memory_map(file.path) as mapped:
@@ -58,18 +58,18 @@ class Arrow(FileFormat):
                     raise InputError(
                         f"{file.name}: more bytes follow the end of its Arrow stream; write one stream"
                     ) from None
-                return FileFindings(digest, num_rows, schema)
+                return scratch.entry(digest, num_rows, schema)
             if not _is_one_file(mapped):
                 raise InputError(f"{file.name}: several Arrow files follow each other in it; write one file")
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch
-                return FileFindings(digest, spool(batches, schema, scratch), schema)
+                return scratch.entry(digest, spool(batches, schema, scratch), schema)
             counts = [checked(batch).num_rows for batch in batches]
             check_num_rows(file.name, sum(counts), counts)
             firsts = np.cumsum([0, *counts]).astype("<i8")
             scratch.create("batches").write(firsts.tobytes())
-            return FileFindings(digest, int(firsts[-1]), schema)
+            return scratch.entry(digest, int(firsts[-1]), schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with pa.memory_map(file.path) as mapped:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation, content_hash
 from batchinf.source.ranges import RangedFile
@@ -166,7 +166,7 @@ class FileFormat(abc.ABC):
     is_scanned_in_order: ClassVar[bool] = True
     # Whether rows are read from ranges of a file that its end names, so that most of a remote file may be left out.
     is_read_by_ranges: ClassVar[bool] = False
-    # Whether `FileFindings.hash` covers each byte; see `FileEntry`.
+    # Whether `FileEntry.hash` covers each byte.
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
     is_often_beside_data: ClassVar[bool] = False
@@ -185,10 +185,11 @@ class FileFormat(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """Read the file once, and write the artifacts that make its rows quick to find to `scratch`.
 
-        A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
+        `scratch.entry` makes the entry. A damaged file may raise any ValueError, LookupError, TypeError or Arrow error;
+        the caller names the file.
         """
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:

@@ -21,7 +21,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.text import counted, list_names
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
@@ -82,7 +82,7 @@ class Csv(FileFormat):
     def for_input(self, input: InputLocation) -> FileFormat:
         return Csv(input.csv, input.text_columns)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream)
             rows = _Rows(file, hashed, self._dialect)
@@ -96,7 +96,7 @@ class Csv(FileFormat):
                 f"{rows.hint}"
             )
         schema = with_twins(with_remark(types.schema(), "; ".join(rows.remarks)), rows.twins)
-        return FileFindings(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
+        return scratch.entry(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:

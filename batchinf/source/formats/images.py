@@ -7,7 +7,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import Lost, MixedTypes, is_utf8
@@ -33,8 +33,8 @@ class Images(FileFormat):
                              "with their URLs in a column, and name it in input.images_column")  # fmt: skip
         return super().for_input(input)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        return FileFindings(_hash(file), 1, _SCHEMA)
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
+        return scratch.entry(_hash(file), 1, _SCHEMA)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(_SCHEMA.names)]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import BLOCK_BYTES, BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFile, blocks, grouped, refuse_utf16
 from batchinf.source.formats.base import FileFormat, Reader, SourceFile
 from batchinf.source.formats.lines import (
@@ -38,7 +38,7 @@ class Json(FileFormat):
     mixed_types = MixedTypes.JSON
     is_often_beside_data = True
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         copy = scratch.create("lines")
         offsets = scratch.create("offsets")
         rows = ScannedJson(scratch)
@@ -53,7 +53,7 @@ class Json(FileFormat):
             size = int(ends[-1])
             num_rows += len(lines)
         offsets.write(np.array([size], "<i8").tobytes())
-        return FileFindings(digest.hexdigest(), num_rows, rows.schema())
+        return scratch.entry(digest.hexdigest(), num_rows, rows.schema())
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return json_records(list(itertools.islice(_values(blocks(file), file), FIRST_LINES)))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.text import shorten
-from batchinf.source.cache import FURTHER_COLUMNS, FileFindings, Scratch, further_line
+from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, Scratch, further_line
 from batchinf.source.digests import changed
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -330,11 +330,11 @@ class JsonLines(LineFormat):
     endings = (".jsonl", ".ndjson")
     mixed_types = MixedTypes.JSON
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         rows = ScannedJson(scratch)
         on_lines = lambda run, first_row: rows.add(split_lines(run), first_row)  # noqa: E731
         content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
-        return FileFindings(content_hash, num_rows, rows.schema(), num_bytes)
+        return scratch.entry(content_hash, num_rows, rows.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
@@ -464,9 +464,9 @@ class TextLines(LineFormat):
     endings = (".txt", ".text")
     mixed_types = MixedTypes.STRING
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run, row: None, has_blank_rows=True)
-        return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
+        return scratch.entry(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [{_COLUMN: None}]

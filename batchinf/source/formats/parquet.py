@@ -17,7 +17,7 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.text import list_names
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import DigestedFile, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
@@ -61,7 +61,7 @@ class Parquet(FileFormat):
         super().for_input(input)
         return Parquet(is_shuffled=input.is_shuffled)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
         metadata = pq.read_metadata(absolute(file.path))
         schema = _schema_of(file, metadata)
@@ -75,7 +75,7 @@ class Parquet(FileFormat):
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
             num_rows = spool(_batches(file, metadata, batch_rows), schema, scratch)
             check_num_rows(file.name, metadata.num_rows, [num_rows])
-        return FileFindings(_footer_hash(file), metadata.num_rows, schema)
+        return scratch.entry(_footer_hash(file), metadata.num_rows, schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
