@@ -16,12 +16,12 @@ from batchinf.source.formats.lines import (
     FIRST_LINES,
     WHITESPACE,
     LineReader,
-    ScannedJson,
+    add_types,
     json_records,
     parse_json,
     split_lines,
 )
-from batchinf.source.types import MixedTypes
+from batchinf.source.types import JsonTypes, MixedTypes
 
 # Up to the next sign that may begin or end a value, without those in texts: within a value, a comma does not count.
 _OUTSIDE, _WITHIN = (
@@ -41,7 +41,7 @@ class Json(FileFormat):
     def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         copy = scratch.create("lines")
         offsets = scratch.create("offsets")
-        rows = ScannedJson(scratch)
+        types = JsonTypes(scratch)
         digest = xxhash.xxh3_128()
         size = 0
         num_rows = 0
@@ -49,11 +49,11 @@ class Json(FileFormat):
             ends = size + np.cumsum([len(line) + 1 for line in lines])
             offsets.write(np.array([size, *ends[:-1]], "<i8").tobytes())
             copy.write(b"\n".join([*lines, b""]))
-            rows.add(lines, num_rows)
+            add_types(types, lines, num_rows)
             size = int(ends[-1])
             num_rows += len(lines)
         offsets.write(np.array([size], "<i8").tobytes())
-        return scratch.entry(digest.hexdigest(), num_rows, rows.schema())
+        return scratch.entry(digest.hexdigest(), num_rows, types.schema())
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return json_records(list(itertools.islice(_values(blocks(file), file), FIRST_LINES)))

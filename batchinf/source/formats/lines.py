@@ -9,7 +9,7 @@ import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.text import shorten
-from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, Scratch, further_line
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import changed
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -32,7 +32,7 @@ from batchinf.source.files import (
     stamp_of,
 )
 from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile
-from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8, with_remark
+from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
 FIRST_LINES = 100  # that are looked at before the scan
@@ -331,10 +331,10 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
-        rows = ScannedJson(scratch)
-        on_lines = lambda run, first_row: rows.add(split_lines(run), first_row)  # noqa: E731
+        types = JsonTypes(scratch)
+        on_lines = lambda run, first_row: add_types(types, split_lines(run), first_row)  # noqa: E731
         content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
-        return scratch.entry(content_hash, num_rows, rows.schema(), num_bytes)
+        return scratch.entry(content_hash, num_rows, types.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
@@ -344,34 +344,17 @@ class JsonLines(LineFormat):
         return LineReader(source_file, split_lines, parse_json)
 
 
-class ScannedJson:
-    """The columns of the rows of a JSON file. Those beyond the limit go into an artifact."""
+def add_types(types: JsonTypes, lines: Sequence[bytes], first_row: int) -> None:
+    """Add the types of these rows, and a remark on the first object that has a key twice.
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-        self._further: IO[bytes] | None = None
-        self._types = JsonTypes(self._keep_further)
-        self._twice = ""
-        """A remark about the first object that has a key twice."""
-
-    def _keep_further(self, schema: pa.Schema) -> None:
-        self._further = self._further or self._scratch.create(FURTHER_COLUMNS)
-        self._further.write(further_line(schema))
-
-    def add(self, lines: Sequence[bytes], first_row: int) -> None:
-        """Add these rows. first_row: the number of rows before them."""
-        keys: list[str] = []
-        records = json_records(lines, _JSON if self._twice else _noting_twice(keys))
-        self._types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
-        if keys:
-            row = first_row + _first_with_twice(lines)
-            self._twice = (
-                f"row {row:,} has the key {shorten(repr(keys[0]), 60)} twice; of equal keys, the last one counts"
-            )
-
-    def schema(self) -> pa.Schema:
-        """The columns, with a remark about the file if there is one."""
-        return with_remark(self._types.schema(), self._twice)
+    first_row: the number of rows before them.
+    """
+    keys: list[str] = []
+    records = json_records(lines, _JSON if types.remark else _noting_twice(keys))
+    types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
+    if keys:
+        row = first_row + _first_with_twice(lines)
+        types.remark = f"row {row:,} has the key {shorten(repr(keys[0]), 60)} twice; of equal keys, the last one counts"
 
 
 def split_lines(run: bytes) -> list[bytes]:
