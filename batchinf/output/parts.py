@@ -17,11 +17,12 @@ from batchinf.base.storage import Folder, HashingWriter, adapter, file_digest
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import staged_file
-from batchinf.output.counts import count_rows, groups, joined, number_columns, row_bytes
+from batchinf.output.counts import count_rows, joined, number_columns, row_bytes, size_of
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts import encoder
 from batchinf.records import COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
+from batchinf.source.files import grouped
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
 
@@ -79,7 +80,8 @@ def write_part(
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             tables = _output(shard, merged, columns, _blocks(shard, source, carried))
             row_group_bytes = shard.task.row_group_bytes or ROW_GROUP_BYTES
-            for table in map(pa.concat_tables, groups(tables if merge is None else merge(tables), row_group_bytes)):
+            rows = tables if merge is None else merge(tables)
+            for table in map(pa.concat_tables, grouped(rows, size_of, row_group_bytes)):
                 counts += count_rows(table, shard.task, numbers)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             entries = {**metadata, **_place_entries(shard.lease, shard.rows), **count_entries(counts)}
