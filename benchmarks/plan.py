@@ -137,7 +137,7 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
     degrees = degrees_of(fit, tensor, pipeline, context=CONTEXT, share=share)
     prompt, output = LENGTHS[task]
     work = Workload(num_rows, prompt, output, output, LOGITS[task])
-    shape = shape_of(fit.needs)
+    shape = shape_of(fit)
     assert shape is not None
     return prediction_of(fit, shape, gpu=gpu, work=work, share=share), degrees.cache_tokens
 

@@ -383,7 +383,7 @@ def _install(hooks: Hooks, killer: int | None) -> None:
     """Put the hooks into this process. killer: see `Warm.run`."""
     from batchinf.base import faults, storage
     from batchinf.base.errors import EngineDeadError
-    from batchinf.manifest import commit_log
+    from batchinf.manifest.log import Manifest
 
     notes = {"rename": Disk.renamed, "replace": Disk.renamed, "link": Disk.linked, "unlink": Disk.removed}
     for name in ("rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "ftruncate", "truncate"):
@@ -391,7 +391,7 @@ def _install(hooks: Hooks, killer: int | None) -> None:
         setattr(os, name, hooks.operation(name, getattr(os, name), note))
     os.fsync = hooks.fsync  # type: ignore[assignment]
     storage._NamedFile.write = hooks.write(storage._NamedFile.write)  # type: ignore[method-assign]
-    commit_log.CommitLog._write = hooks.write(commit_log.CommitLog._write)  # type: ignore[method-assign]
+    Manifest._write = hooks.write(Manifest._write)  # type: ignore[method-assign]
 
     def point(name: str, item: object = "") -> None:
         hooks.step(f"{name}.{item}" if name == "engine.output" else name)

@@ -36,7 +36,7 @@ from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.state import list_logs
 from batchinf.replica import incarnation
 from batchinf.report.page import write_report
-from batchinf.source.cache import FileFindings, schema_text
+from batchinf.source.cache import FileEntry, schema_text
 from batchinf.source.formats.lines import JsonLines
 from batchinf.source.rows import Source
 from batchinf.spec.file import read_spec
@@ -167,9 +167,9 @@ def test_an_input_that_has_other_rows_by_older_rules(
     unpacked("format-2/generate-finished")
     scan = JsonLines.scan
 
-    def without_a_row(self: JsonLines, *given: Any) -> FileFindings:
-        findings = scan(self, *given)
-        return replace(findings, num_rows=findings.num_rows - 1)
+    def without_a_row(self: JsonLines, *given: Any) -> FileEntry:
+        entry = scan(self, *given)
+        return replace(entry, num_rows=entry.num_rows - 1)
 
     monkeypatch.setattr(JsonLines, "scan", without_a_row)
     monkeypatch.setattr(JsonLines, "key", "jsonl by later rules")

@@ -86,15 +86,6 @@ class Cut:
     """The number of the rules with which the first slice began: `JobSpec.rules`."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobFolder:
-    """A whole job or one slice, begun or not."""
-
-    folder: Folder
-    slice: Slice | None
-    """None for a whole job."""
-
-
 def is_slice_folder(name: str) -> bool:
     """Whether this is the name of a slice's folder."""
     return re.fullmatch(r"slice-\d+", name) is not None
@@ -102,12 +93,12 @@ def is_slice_folder(name: str) -> bool:
 
 def job_folder(out: str, slice_: Slice | None) -> Folder:
     """The folder of a job or of one of its slices."""
-    return Folder(out) if slice_ is None else Folder(pathlib.Path(out, slice_.name))
+    return Folder(out) if slice_ is None else Folder(pathlib.Path(out, slice_.name), slice_)
 
 
-def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
+def source_folder(folder: Folder) -> pathlib.Path:
     """Where a job keeps the results of the scan; all slices share one folder."""
-    return (folder.root if slice_ is None else folder.root.parent) / SOURCE_FOLDER
+    return (folder.root if folder.slice is None else folder.root.parent) / SOURCE_FOLDER
 
 
 def no_job_message(out: object) -> str:
@@ -119,18 +110,18 @@ def no_job_message(out: object) -> str:
     return f"{out} holds no job: it has no manifest; give the output.path of a job"
 
 
-def job_folders(out: str) -> list[JobFolder]:
-    """The jobs in an output folder: one job, or all slices in row order, begun or not. Does not read slice folders.
+def job_folders(out: str) -> list[Folder]:
+    """The folders of the jobs in an output folder: one job, or all slices in row order, begun or not.
 
-    Raises OutputError if the slices' record is damaged, or if a whole job lies beside slices.
+    Does not read the slices' folders. Raises OutputError if the slices' record is damaged, or if a whole job lies
+    beside slices.
     """
     cut = read_cut(out)
     if cut is None:
-        return [JobFolder(Folder(out), None)]
+        return [Folder(out)]
     if _holds_whole_job(out):
         raise OutputError(f"{out} holds both a whole job and slices: move one of them to another folder")
-    slices = (Slice(index, cut.num_slices) for index in range(cut.num_slices))
-    return [JobFolder(job_folder(out, slice_), slice_) for slice_ in slices]
+    return [job_folder(out, Slice(index, cut.num_slices)) for index in range(cut.num_slices)]
 
 
 def read_cut(out: str) -> Cut | None:

@@ -29,6 +29,8 @@ from batchinf.base.errors import OutputError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+    from batchinf.base.slices import Slice
+
 DAMAGED = "damaged"
 _TEMPORARY = ".tmp-"
 _T = TypeVar("_T")
@@ -48,10 +50,11 @@ _REMEDIES = {
 
 
 class Folder:
-    """The output folder of one job."""
+    """The output folder of one job, or of one slice."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], slice_: "Slice | None" = None) -> None:
         self.root = pathlib.Path(root)
+        self.slice = slice_
 
     def path(self, name: str) -> pathlib.Path:
         """The path of `name`, for readers that need one (memory maps, Parquet)."""

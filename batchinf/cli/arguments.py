@@ -27,7 +27,7 @@ def spec_in(folder: str) -> str | None:
     """The spec of the job, or of a slice, in an output folder; None without one."""
     from batchinf.base.slices import job_folders
 
-    found = (os.fspath(job.folder.path("job.yaml")) for job in job_folders(folder))
+    found = (os.fspath(job.path("job.yaml")) for job in job_folders(folder))
     return next(filter(os.path.isfile, found), None)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import open_part
 from batchinf.base.paths import is_bucket
-from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
+from batchinf.base.slices import job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
 from batchinf.job.repaired import lost_files
@@ -242,17 +242,16 @@ def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
     return CheckReport(folder=out, is_deep=is_deep, is_repair=repair, is_whole=is_whole, jobs=jobs)
 
 
-def _check_slice(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
-    if not job.folder.exists("manifest") or _is_beginning(job.folder):
-        return JobCheck(str(job.folder.root), str(job.slice), has_begun=False)
+def _check_slice(folder: Folder, is_deep: bool, repair: bool) -> JobCheck:
+    if not folder.exists("manifest") or _is_beginning(folder):
+        return JobCheck(str(folder.root), str(folder.slice), has_begun=False)
     try:
-        return _check_job(job, is_deep, repair)
+        return _check_job(folder, is_deep, repair)
     except OutputError as error:
-        return JobCheck(str(job.folder.root), str(job.slice), error=str(error))
+        return JobCheck(str(folder.root), str(folder.slice), error=str(error))
 
 
-def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
-    folder = job.folder
+def _check_job(folder: Folder, is_deep: bool, repair: bool) -> JobCheck:
     if not any(folder.exists(name) for name in ("manifest", "parts", "job.yaml")):
         raise OutputError(no_job_message(folder.root))
     if _is_beginning(folder):
@@ -260,7 +259,7 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
             f"{folder.root} holds no job yet: its input has not been read to the end; wait until the running job has "
             "read it, or run the job again"
         )
-    check = JobCheck(str(folder.root), None if job.slice is None else str(job.slice))
+    check = JobCheck(str(folder.root), None if folder.slice is None else str(folder.slice))
     with JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext() as epoch:
         try:
             state = read_state(folder)

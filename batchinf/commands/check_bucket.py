@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, read_files
+from batchinf.base.slices import read_files
 from batchinf.base.storage import DAMAGED, Folder, free_name
 from batchinf.commands.check import (
     CheckFinding,
@@ -46,7 +46,7 @@ def check_bucket(url: str, *, is_deep: bool, repair: bool = False) -> CheckRepor
     return CheckReport(folder=look.out, is_deep=is_deep, is_repair=repair, is_whole=is_whole, jobs=jobs)
 
 
-def _check(look: Look, job: JobFolder, state: State | None, *, is_deep: bool, repair: bool) -> JobCheck:
+def _check(look: Look, job: Folder, state: State | None, *, is_deep: bool, repair: bool) -> JobCheck:
     own = look.named(job)
     check = JobCheck(own, None if job.slice is None else str(job.slice))
     if state is None:
@@ -65,7 +65,7 @@ class _BucketCheck(FilesCheck):
     """The check of a job in a bucket. Its files are fetched into a folder of this host while they are read."""
 
     def __init__(
-        self, look: Look, job: JobFolder, state: State, scratch: Folder, *, is_deep: bool, lock: BucketLock | None
+        self, look: Look, job: Folder, state: State, scratch: Folder, *, is_deep: bool, lock: BucketLock | None
     ) -> None:
         """scratch: an empty folder for its files. lock: is held to move damaged parts aside; None: they stay."""
         super().__init__(scratch, state, is_deep=is_deep, is_repair=lock is not None)
@@ -84,7 +84,7 @@ class _BucketCheck(FilesCheck):
         return super().checked(check)
 
     def holder(self) -> Holder | None:
-        return live_holder(self._job.folder)
+        return live_holder(self._job)
 
     def read_state(self) -> None:
         for job, state in Look(self._look.out).jobs():

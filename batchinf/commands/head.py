@@ -14,7 +14,7 @@ from rich.text import Text
 
 from batchinf.base.errors import UserError
 from batchinf.base.parquet import open_part, readable_rows
-from batchinf.base.slices import JobFolder, Slice, source_folder
+from batchinf.base.slices import Slice, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.screen import cell
@@ -122,7 +122,7 @@ def _chosen_columns(table: pa.Table, columns: Sequence[str], shown: ShownColumns
 
 
 def _finished_tables(
-    look: Look, job: JobFolder, state: State, *, num_rows: int, only_errors: bool
+    look: Look, job: Folder, state: State, *, num_rows: int, only_errors: bool
 ) -> Generator[pa.Table, None, None]:
     with contextlib.ExitStack() as stack:
         journalled = None
@@ -135,7 +135,7 @@ def _finished_tables(
                 yield from _part_tables(look.part(job, state.parts[shard]), only_errors)
             elif not look.is_bucket:  # a bucket's journal is for its next run alone
                 if journalled is None:
-                    journalled = _Journalled(job.folder, state)
+                    journalled = _Journalled(job, state)
                     stack.callback(journalled.close)
                 yield journalled.rows(shard, num_rows, only_errors=only_errors)
 
@@ -155,7 +155,8 @@ class _Journalled:
         self._recorded = state.header.columns
         self._task = self._recorded.task(self._spec)
         self._journal = Journal(folder, "look", self._recorded.journal_schema)
-        cache = source_folder(folder, Slice.of(state.header.identity))
+        # The user may have named the folder of a slice itself.
+        cache = source_folder(Folder(folder.root, Slice.of(state.header.identity)))
         self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")
         self._carried = carried_fields(self._spec, self._source)
         self._order = RunOrder(folder, state.extents)

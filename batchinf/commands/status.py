@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Literal
 
 from batchinf.base.cost import Cost
-from batchinf.base.slices import JobFolder, read_cut
+from batchinf.base.slices import read_cut
+from batchinf.base.storage import Folder
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
 from batchinf.coordinator.ending import MOST_RETRIES, mended_text
@@ -350,7 +351,7 @@ def job_status(out: str | os.PathLike[str], price: float | None = None) -> Statu
     )
 
 
-def jobs_in(look: Look) -> list[tuple[JobFolder, State | None]]:
+def jobs_in(look: Look) -> list[tuple[Folder, State | None]]:
     """The job in an output folder, or its slices, with their states. Raises OutputError without a job."""
     found = look.jobs()
     if found[0][0].slice is None and found[0][1] is None:
@@ -392,17 +393,17 @@ def _longest(times_s: Iterable[float | None]) -> float | None:
     return None if None in known else max(time_s or 0.0 for time_s in known)
 
 
-def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobState:
-    folder = folder or str(job.folder.root)
+def _job_state(job: Folder, state: State | None, folder: str = "") -> JobState:
+    folder = folder or str(job.root)
     name = None if job.slice is None else str(job.slice)
-    holder = None if state is not None and state.is_done else live_holder(job.folder)
+    holder = None if state is not None and state.is_done else live_holder(job)
     process = None if holder is None else RunningProcess(holder.pid, holder.host, holder.since)
     # A process that holds the lock reads the input, before it begins the slice.
     job_state = JobState(folder, name, "not begun" if holder is None else "starting", process)
     return job_state if state is None else _begun(job_state, job, state, holder)
 
 
-def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | None) -> JobState:
+def _begun(job_state: JobState, job: Folder, state: State, holder: Holder | None) -> JobState:
     """Add what the files of a job say that has begun. holder: the process that runs it."""
     job_state = replace(
         job_state,
@@ -415,11 +416,11 @@ def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | N
     )
     if state.is_done:
         return replace(job_state, activity="done", speed=state.speed)
-    last = read_status(job.folder)
+    last = read_status(job)
     if holder is None:
         # A process that has ended its replicas writes "stopped" last.
         replicas = () if last is None or last.state == "stopped" else last.replicas
-        num_journalled = num_results(job.folder, state.parts)
+        num_journalled = num_results(job, state.parts)
         return replace(job_state, activity="stopped", replicas=replicas, num_journalled=num_journalled)
     # Before the holder has written its first snapshot, the last one is from an earlier run.
     snapshot = last if last is not None and last.updated_at >= _since(holder) else None

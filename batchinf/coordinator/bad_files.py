@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import open_part
-from batchinf.base.slices import Slice, source_folder
+from batchinf.base.slices import source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, list_names
 from batchinf.manifest.names import part_name
@@ -21,12 +21,12 @@ _MOST_PARTS = 1_000  # so that the closing lines are quick: with more parts to l
 _Numbers = npt.NDArray[np.int64]
 
 
-def bad_file_lines(folder: Folder, slice_: Slice | None, state: State) -> list[str]:
+def bad_file_lines(folder: Folder, state: State) -> list[str]:
     """A line that names the files of at least `MANY_ROWS` rows of which none is good; none without such files."""
     with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
     if state.counts.num_errors < MANY_ROWS or len(with_errors) > _MOST_PARTS:
         return []
-    versions = load_versions(Folder(source_folder(folder, slice_)), state.source_fingerprints[-1])
+    versions = load_versions(Folder(source_folder(folder)), state.source_fingerprints[-1])
     added = [file for version in versions or () for file in version.added]
     if not added:
         return []

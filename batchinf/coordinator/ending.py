@@ -192,7 +192,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
     folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
     errors = tuple(commonest(folder, state, most=None)) if counts.num_errors else ()
-    bad_files = bad_file_lines(folder, file.slice, state)
+    bad_files = bad_file_lines(folder, state)
     slower = () if was_done else state.slower
     summary = Summary(
         folder=_named(file),

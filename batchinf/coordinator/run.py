@@ -190,7 +190,7 @@ def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterat
     folder.make()
     with JobLock(folder).held(lambda: 0, display.say):
         own = bucket if file.slice is None else bucket.at(file.slice.name)
-        source = Folder(source_folder(folder, file.slice))
+        source = Folder(source_folder(folder))
         mirror = Mirror(own, folder, source, interval_s=file.spec.checkpoint_interval_s, say=display.say)
         sharing = on_thread(
             functools.partial(restore_shared, bucket, Folder(output.folder), is_alone=file.slice is None)

@@ -215,7 +215,7 @@ def _caches_states(spec: JobSpec, fit: Fit, task: Task) -> bool:
 
     In that mode of the cache (`align`), the scheduler's short loops are off. Outputs of one row have one prompt.
     """
-    cache = fit.needs.kv_cache
+    cache = fit.kv_cache
     has_states = cache is not None and cache.has_states
     return task.draws_tokens and has_states and spec.sampling.n == 1 and not spec.rows_may_set("n")
 
@@ -281,8 +281,8 @@ def _can_run_whole_steps(spec: JobSpec, fit: Fit) -> bool:
 
 def _is_plain_decoder(fit: Fit) -> bool:
     """Whether each token sees only those before it, and all layers keep keys and values."""
-    config = fit.needs.config
-    cache = fit.needs.kv_cache
+    config = fit.config
+    cache = fit.kv_cache
     if cache is None or cache.has_states:
         return False
     # Encoders have no such field, and decoders that see all tokens say so.

@@ -182,7 +182,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
     return Work(
         input=job.spec.input.model_dump_json(),
         metadata=metadata,
-        source_folder=os.fspath(source_folder(job.folder, job.slice)),
+        source_folder=os.fspath(source_folder(job.folder)),
         taken=job.source.fingerprints,
         extents=state.extents,
         begun_at=begun_at(job, state),

@@ -87,8 +87,8 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
     spec = _set(file, *file.spec.parallel.sizes).spec
     fit = on_device(spec, fit_of(resolve(spec.model), spec, None), device_bytes, title)
     context = fit.max_model_len
-    if fit.needs.weights is None or fit.needs.kv_cache is None or context is None:
-        unknown = "; ".join(fit.needs.unknown) or "the config does not say how long a sequence may be"
+    if fit.weights is None or fit.kv_cache is None or context is None:
+        unknown = "; ".join(fit.unknown) or "the config does not say how long a sequence may be"
         raise file.error("parallel", f"got auto, but the model's memory is not known ({unknown}); give the degrees")
     gpu = gpu_like(title, device_bytes)
     if gpu is not None:
@@ -102,7 +102,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
 def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
     """The model on a device, with the engine arguments that a start chooses there. base: without a device."""
     task = task_of(spec)
-    limits = task.default_batch_limits(base.needs.config.get("vocab_size"), device_bytes)
+    limits = task.default_batch_limits(base.config.get("vocab_size"), device_bytes)
     fit = dataclasses.replace(base, device_bytes=device_bytes, device_name=title, batch_limits=limits)
     return dataclasses.replace(fit, engine={**values(chosen_arguments(spec, fit, task, 1)), **fit.engine})
 
@@ -126,7 +126,7 @@ def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -
     hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices * number}"
     raise file.error(
         "parallel.tensor_parallel_size",
-        f"got auto, but weights of {gib(fit.needs.weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
+        f"got auto, but weights of {gib(fit.total_weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
         f"not fit {machine.num_gpus} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
         "engine.max_model_len, or model.quantization fp8",
     )
@@ -159,7 +159,7 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
 
 def _check_type(spec: JobSpec, fit: Fit, gpu: Gpu) -> None:
     """Raise SpecError if the device does not run vLLM, or not the model's type."""
-    if (why := why_not(gpu, fit.needs.dtype)) is not None:
+    if (why := why_not(gpu, fit.dtype)) is not None:
         raise SpecError(f"model.dtype: got {spec.model.dtype}, but {fit.device_name} cannot run it: {why}")
 
 
@@ -172,9 +172,9 @@ def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
             f"engine.kv_cache_dtype: got {cache}, but {fit.device_name} has compute capability {shown}, and FP8 needs "
             "8.9; leave it out"
         )
-    if (why := why_not_split(fit.needs.splits, fit.tensor_parallel_size)) is not None:
+    if (why := why_not_split(fit.splits, fit.tensor_parallel_size)) is not None:
         yield f"warning: tensor_parallel_size {fit.tensor_parallel_size}: {why}: vLLM may refuse it, or be slower"
-    if fit.needs.quantization == "fp8" and gpu.capability < (8, 9):
+    if fit.quantization == "fp8" and gpu.capability < (8, 9):
         yield f"note: {fit.device_name} has no FP8 units, so vLLM computes the FP8 weights in 16 bits"
     if fit.tensor_parallel_size > 1 and not gpu.link:
         yield (

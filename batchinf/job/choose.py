@@ -317,11 +317,11 @@ class Exclusion:
     def _keys_of_jobs(self) -> Iterator[pa.Table]:
         for out in self._jobs:
             has_begun = False
-            for job in job_folders(out):
-                state = read_state(job.folder)
+            for folder in job_folders(out):
+                state = read_state(folder)
                 has_begun |= state is not None
                 for _, part in sorted(() if state is None else state.parts.items()):
-                    yield from self._keys_of_part(out, job.folder, readable_file(job.folder, part))
+                    yield from self._keys_of_part(out, folder, readable_file(folder, part))
             if not has_begun:
                 raise self._wrong(not_begun_message(out))
 
@@ -447,7 +447,7 @@ def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> RunOrder:
 
 def _shared(job: Job) -> Folder:
     """Where slices keep the rows of all of them: not in the output folder itself, where a whole job may begin."""
-    return Folder(source_folder(job.folder, job.slice))
+    return Folder(source_folder(job.folder))
 
 
 def _of_slice(job: Job, whole: RunOrder, check_lock: CheckLock) -> RunOrder:

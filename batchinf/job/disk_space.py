@@ -1,5 +1,6 @@
 """Estimates what a job will write. Warns if the disk has too little room, refuses above `output.max_output_bytes`."""
 
+import functools
 import os
 import pathlib
 
@@ -138,10 +139,10 @@ def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows:
 
 def bytes_per_row(job: Job) -> float:
     """Estimated size in Parquet of all output rows of one input row."""
-    choices = ChoiceLengths(job)
-    most = choices.bound(None, job.spec.sampling.max_tokens or LIKELY_TOKENS)
+    task = job.task
     has_own = any(field in job.spec.sampling.columns for field in STRUCTURE_FIELDS)  # rows with other structures
-    task = task_of_length(job, most) if choices.are_all and not has_own else job.task
+    if (most := choice_tokens(job)) is not None and not has_own:
+        task = task_of_length(job, min(most, job.spec.sampling.max_tokens or LIKELY_TOKENS))
     return task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
 
 
@@ -174,32 +175,22 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-class ChoiceLengths:
-    """Bounds the lengths of outputs that can only be one of their choices (`structured_outputs.choice`)."""
+def choice_tokens(job: Job, sampling: SamplingSpec | None = None) -> int | None:
+    """Tokens of the longest choice and of the end, if outputs can only be one of their choices; None for other outputs.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._tokens: dict[tuple[str, ...], int] = {}
-        self.are_all = job.task.draws_tokens
-        """Whether all outputs so far were bounded."""
+    sampling: the row's own; None: the job's.
+    """
+    choices = ((sampling or job.spec.sampling).structured_outputs or {}).get("choice")
+    # A reasoning parser leaves the reasoning before the choice free.
+    if not choices or not job.task.draws_tokens or job.spec.model.reasoning_parser is not None:
+        return None
+    return _longest(tuple(choices), job.model.tokenizer, job.spec.model.trust_remote_code)
 
-    def bound(self, sampling: SamplingSpec | None, output: int) -> int:
-        """Of an output of at most so many tokens: the tokens of its longest choice and of the end, if that is less.
 
-        sampling: the row's own; None: the job's.
-        """
-        structure = (sampling or self._job.spec.sampling).structured_outputs or {}
-        choices = structure.get("choice")
-        # A reasoning parser leaves the reasoning before the choice free.
-        if not choices or not self._job.task.draws_tokens or self._job.spec.model.reasoning_parser is not None:
-            self.are_all = False
-            return output
-        texts = tuple(choices)
-        if texts not in self._tokens:
-            model = self._job.model
-            tokenizer = load_tokenizer(model.tokenizer, self._job.spec.model.trust_remote_code)
-            self._tokens[texts] = 1 + max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return min(output, self._tokens[texts])
+@functools.lru_cache(maxsize=1024)
+def _longest(choices: tuple[str, ...], tokenizer_folder: str, trust_remote_code: bool) -> int:
+    tokenizer = load_tokenizer(tokenizer_folder, trust_remote_code)
+    return 1 + max(len(tokenizer.encode(text, add_special_tokens=False)) for text in choices)
 
 
 def task_of_length(job: Job, max_tokens: int) -> Task:

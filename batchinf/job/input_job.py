@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.paths import is_bucket
-from batchinf.base.slices import JobFolder, read_cut
+from batchinf.base.slices import read_cut
+from batchinf.base.storage import Folder
 from batchinf.manifest.lines import InputJob
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import published_file
@@ -26,7 +27,7 @@ def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
     files = []
     look = _look(out)
     for job, state in _jobs(look, must_be_done=must_be_done):
-        slice_folder = "" if job.slice is None else f"{job.folder.root.name}/"
+        slice_folder = "" if job.slice is None else f"{job.root.name}/"
         parts = {published_file(part): part for _, part in sorted(state.parts.items())}
         found = _found(look, job, parts)
         for name, part in parts.items():
@@ -38,7 +39,7 @@ def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
     return files
 
 
-def _found(look: Look, job: JobFolder, parts: Mapping[str, Part]) -> dict[str, InputFile]:
+def _found(look: Look, job: Folder, parts: Mapping[str, Part]) -> dict[str, InputFile]:
     """Those of these parts of a job that are there, by name."""
     if look.is_bucket:
         return {f"parts/{file.name}": file for file in objects_in(f"{look.named(job)}/parts")} if parts else {}
@@ -88,7 +89,7 @@ def _look(out: str) -> Look:
     return Look(out)
 
 
-def _jobs(look: Look, *, must_be_done: bool) -> Sequence[tuple[JobFolder, State]]:
+def _jobs(look: Look, *, must_be_done: bool) -> Sequence[tuple[Folder, State]]:
     """The job, or all its slices in row order, each with its state."""
     begun = look.begun()
     if not begun:

@@ -262,7 +262,7 @@ def open_input(
     file = prepared.file
     state = prepared.state
     with naming_lines(file), contextlib.ExitStack() as at_error:
-        folder = cache or source_folder(prepared.folder, file.slice)
+        folder = cache or source_folder(prepared.folder)
         with refusing_other_job(prepared.folder, prepared.spec, prepared.model, state):
             source = open_job_input(prepared.spec, folder, _taken(file, state), prepared.new, say=say)
         at_error.enter_context(contextlib.closing(source))

@@ -1,21 +1,18 @@
-"""An append-only file of JSON objects, one per line, in atomic commits. Each log of the manifest is one.
+"""The bytes of a log of the manifest: JSON objects, one per line, in atomic commits. `log.py` appends them.
 
 Each line ends with its checksum; the last line of a commit also has the commit's number. A commit begins only when the
 one before it is on disk, so a crash tears only the last one. A flipped byte in the last commit looks like a torn tail,
 and that commit counts as never written. Anywhere else it is reported as damage.
 """
 
-import contextlib
 import json
-import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from batchinf.base import faults
 from batchinf.base.errors import OutputError
-from batchinf.base.storage import Folder, disk_error
+from batchinf.base.storage import Folder
 
 Fields = dict[str, Any]
 
@@ -97,79 +94,3 @@ def gone(path: pathlib.Path) -> OutputError:
     return OutputError(
         f"{path} was deleted or replaced while the job ran; restore the folder, or start a new job with --fresh"
     )
-
-
-class CommitLog:
-    """Appends to a log, which must exist and which no other process writes."""
-
-    def __init__(
-        self, folder: Folder, name: str, num_commits: int, first: Callable[[bytes], object] | None = None
-    ) -> None:
-        """num_commits: those that the file has. first: stores each commit elsewhere before; the file is a copy."""
-        self._first = first
-        self._is_behind = False
-        self._path = folder.path(name)
-        self._num_commits = num_commits
-        self._is_torn = False
-        try:
-            self._file: BinaryIO = self._path.open("ab", buffering=0)
-        except OSError as error:
-            raise self._not_written(error) from error
-        self._num_bytes = self._file.seek(0, os.SEEK_END)
-
-    def commit(self, lines: Sequence[Fields]) -> None:
-        """Append lines as one commit, durable on return. Raises OutputError after a half-written commit is removed."""
-        data = encode_commits([lines], self._num_commits)
-        if self._first is not None:
-            if self._is_behind:
-                raise OutputError(f"{self._path} lacks a commit since a disk error; run the same command again")
-            self._first(data)
-            self._is_behind = True
-        try:
-            self._append(data)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._mend()
-            raise self._not_written(error) from error
-        self._num_bytes += len(data)
-        self._num_commits += 1
-        self._is_behind = False
-        faults.point("manifest.after_fsync")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _append(self, data: bytes) -> None:
-        self._mend()
-        faults.point("manifest.before_write")
-        self._is_torn = True
-        # Two writes, so that tests can kill between them. It costs 5 µs; the fsync takes hundreds.
-        half = len(data) // 2
-        self._write(data[:half])
-        faults.point("manifest.mid_line")
-        self._write(data[half:])
-        faults.point("manifest.after_write")
-        os.fsync(self._file.fileno())
-        self._check_place()
-        self._is_torn = False
-
-    def _check_place(self) -> None:
-        """Raise OutputError if the file was deleted or replaced: no reader would see what is written to it."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
-                return
-        raise gone(self._path)
-
-    def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-
-    def _mend(self) -> None:
-        """Cut off what a failed commit left behind."""
-        if self._is_torn:
-            os.ftruncate(self._file.fileno(), self._num_bytes)
-            self._is_torn = False
-
-    def _not_written(self, error: OSError) -> OutputError:
-        return OutputError(f"cannot write {disk_error(error, self._path)}")

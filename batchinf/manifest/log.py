@@ -4,17 +4,18 @@ A part gets its name in `parts/` after its line is committed. A torn commit lose
 named still stand in `staging/`, and the next start commits them.
 """
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, disk_error
 from batchinf.base.text import utc_now
 from batchinf.manifest.chain import Chain
-from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
+from batchinf.manifest.commit_log import Fields, encode_commits, gone
 from batchinf.manifest.events import EventLine, append_events
 from batchinf.manifest.lines import Beginning, EndedReplica, Lost, part_line, record_line
 from batchinf.manifest.lock import JobLock
@@ -72,18 +73,23 @@ class Manifest:
         Raises OutputError if this epoch has a log already, or if the folder cannot be written.
         """
         self._folder = folder
+        self._epoch = epoch
         self._lock = lock
         self._lines: list[Fields] = []
         self._events: list[EventLine] = []
         self._chain = chain
+        self._is_behind = False  # the log lacks the chain's last commit
+        self._is_torn = False
         name = f"{MANIFEST_FOLDER}/{epoch:06d}.jsonl"
+        self._path = folder.path(name)
         try:
-            num_commits = self._create(epoch, name, state, new_id)
+            self._num_commits = self._create(name, state, new_id)
+            self._file: BinaryIO = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise OutputError(f"cannot create {disk_error(error, folder.path(name))}") from error
-        self._log = CommitLog(folder, name, num_commits, None if chain is None else partial(chain.commit, epoch))
+            raise OutputError(f"cannot create {disk_error(error, self._path)}") from error
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
 
-    def _create(self, epoch: int, name: str, state: State | None, new_id: str | None) -> int:
+    def _create(self, name: str, state: State | None, new_id: str | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
         earlier = [log for _, log in list_logs(self._folder)]
         state = read_state(self._folder, state) if len(earlier) > 1 else None
@@ -96,8 +102,8 @@ class Manifest:
         if snapshot:
             faults.point("manifest.compact.before_rename")
         if self._chain is not None:
-            self._chain.commit(epoch, data, is_snapshot=bool(snapshot))
-        if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
+            self._chain.commit(self._epoch, data, is_snapshot=bool(snapshot))
+        if last_epoch(self._folder) >= self._epoch or not self._folder.create_exclusive(name, data):
             raise OutputError(f"another process has just started on {self._folder.root}; run the same command again")
         if snapshot:
             for log in earlier:
@@ -133,7 +139,7 @@ class Manifest:
         if self._lines or self._events:
             self.check_lock()
         if self._lines:
-            self._log.commit(self._lines)
+            self._commit_lines()
             self._lines.clear()
         if self._events:
             append_events(self._folder, self._events)
@@ -146,9 +152,62 @@ class Manifest:
 
     def close(self) -> None:
         """Close the log; lines that are not committed are dropped."""
-        self._log.close()
+        self._file.close()
 
     def check_lock(self) -> None:
         """Raise LockLost unless this process still holds the job. Call it before writing a file that a line names."""
         if self._lock is not None:
             self._lock.check()
+
+    # -- appending to the log ------------------------------------------------------------------------------------------
+
+    def _commit_lines(self) -> None:
+        """Append the lines as one commit. Raises OutputError after a half-written commit is removed."""
+        data = encode_commits([self._lines], self._num_commits)
+        if self._chain is not None:
+            if self._is_behind:
+                raise OutputError(f"{self._path} lacks a commit since a disk error; run the same command again")
+            self._chain.commit(self._epoch, data)
+            self._is_behind = True
+        try:
+            self._append(data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._mend()
+            raise OutputError(f"cannot write {disk_error(error, self._path)}") from error
+        self._num_bytes += len(data)
+        self._num_commits += 1
+        self._is_behind = False
+        faults.point("manifest.after_fsync")
+
+    def _append(self, data: bytes) -> None:
+        self._mend()
+        faults.point("manifest.before_write")
+        self._is_torn = True
+        # Two writes, so that tests can kill between them. It costs 5 µs; the fsync takes hundreds.
+        half = len(data) // 2
+        self._write(data[:half])
+        faults.point("manifest.mid_line")
+        self._write(data[half:])
+        faults.point("manifest.after_write")
+        os.fsync(self._file.fileno())
+        self._check_place()
+        self._is_torn = False
+
+    def _check_place(self) -> None:
+        """Raise OutputError if the file was deleted or replaced: no reader would see what is written to it."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                return
+        raise gone(self._path)
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _mend(self) -> None:
+        """Cut off what a failed commit left behind."""
+        if self._is_torn:
+            os.ftruncate(self._file.fileno(), self._num_bytes)
+            self._is_torn = False

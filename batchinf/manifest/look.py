@@ -20,7 +20,7 @@ from typing import overload
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.paths import LARGE_BYTES, bucket_problem, folder_name, is_bucket, user_cache
-from batchinf.base.slices import CUT_RECORD, JobFolder, job_folders
+from batchinf.base.slices import CUT_RECORD, job_folders
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.chain import Chain
@@ -45,11 +45,11 @@ class Look:
         self.root = _copy(self.out) if self.is_bucket else self.out
         """The folder of this host that has the job's files, without its parts if they are in a bucket."""
 
-    def jobs(self) -> list[tuple[JobFolder, State | None]]:
+    def jobs(self) -> list[tuple[Folder, State | None]]:
         """The job, or all its slices in row order, each with its state; None if it has not begun."""
         return [*read_jobs(self.root)]
 
-    def begun(self) -> list[tuple[JobFolder, State]]:
+    def begun(self) -> list[tuple[Folder, State]]:
         """Of `jobs` those that have begun."""
         return [(job, state) for job, state in self.jobs() if state is not None]
 
@@ -59,20 +59,20 @@ class Look:
             return OutputError(not_begun_message(self.out))
         return OutputError(f"{self.out} holds no job that has begun; give the output.path of a job")
 
-    def named(self, job: JobFolder) -> str:
+    def named(self, job: Folder) -> str:
         """The folder of a job or a slice as the user would name it."""
         if not self.is_bucket:
-            return str(job.folder.root)
+            return str(job.root)
         return self.out if job.slice is None else f"{self.out}/{job.slice.name}"
 
-    def part(self, job: JobFolder, part: Part) -> pathlib.Path:
+    def part(self, job: Folder, part: Part) -> pathlib.Path:
         """The file of a committed part, which is fetched from the bucket at its first use."""
         name = published_file(part)
         if not self.is_bucket:
-            return job.folder.path(readable_file(job.folder, part))
-        path = job.folder.path(f"parts/{part.digest}-{part_name(part.shard)}")
+            return job.path(readable_file(job, part))
+        path = job.path(f"parts/{part.digest}-{part_name(part.shard)}")
         if not path.exists():
-            job.folder.make("parts")
+            job.make("parts")
             temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
             is_there = Bucket(self.named(job), PATIENCE_S).download(name, temporary)
             if is_there is None or file_digest(temporary) != part.digest:
@@ -84,35 +84,35 @@ class Look:
             temporary.replace(path)
         return path
 
-    def copy_folder(self, job: JobFolder, name: str) -> None:
+    def copy_folder(self, job: Folder, name: str) -> None:
         """Bring the copy of a folder of small files up to date."""
         if not self.is_bucket:
             return
         bucket = Bucket(self.named(job), PATIENCE_S)
-        sizes = job.folder.sizes(name)
-        job.folder.make(name)
+        sizes = job.sizes(name)
+        job.make(name)
         for file, num_bytes in bucket.sizes(name).items():
             if sizes.get(file) != num_bytes:
-                bucket.download(f"{name}/{file}", job.folder.path(f"{name}/{file}"))
+                bucket.download(f"{name}/{file}", job.path(f"{name}/{file}"))
 
-    def copy_file(self, job: JobFolder, name: str) -> None:
+    def copy_file(self, job: Folder, name: str) -> None:
         """Bring the copy of a small file up to date."""
         if self.is_bucket:
-            _copy_files(Bucket(self.named(job), PATIENCE_S), job.folder, (name,))
+            _copy_files(Bucket(self.named(job), PATIENCE_S), job, (name,))
 
-    def parts(self, begun: Sequence[tuple[JobFolder, State]]) -> "PartFiles":
+    def parts(self, begun: Sequence[tuple[Folder, State]]) -> "PartFiles":
         """The files of all committed parts of these jobs."""
         return PartFiles(self, [(job, state.parts[shard]) for job, state in begun for shard in sorted(state.parts)])
 
-    def has(self, job: JobFolder, part: Part) -> bool:
+    def has(self, job: Folder, part: Part) -> bool:
         """Whether the file of a part is here."""
-        return not self.is_bucket or job.folder.exists(f"parts/{part.digest}-{part_name(part.shard)}")
+        return not self.is_bucket or job.exists(f"parts/{part.digest}-{part_name(part.shard)}")
 
 
 class PartFiles(Sequence[pathlib.Path]):
     """The files of parts; those in a bucket are fetched one by one as they are read."""
 
-    def __init__(self, look: Look, parts: Sequence[tuple[JobFolder, Part]]) -> None:
+    def __init__(self, look: Look, parts: Sequence[tuple[Folder, Part]]) -> None:
         self._look = look
         self._parts = parts
 
@@ -160,9 +160,9 @@ def _copy(url: str) -> str:
         own = url if job.slice is None else f"{url}/{job.slice.name}"
         chain = _chain(own)
         chain.read()
-        if chain.commits or job.folder.exists(MANIFEST_FOLDER):  # the bucket's job may be gone
-            chain.restore(job.folder)
-        _copy_files(Bucket(own, PATIENCE_S), job.folder, ("status.json", "job.yaml", LOCK))
+        if chain.commits or job.exists(MANIFEST_FOLDER):  # the bucket's job may be gone
+            chain.restore(job)
+        _copy_files(Bucket(own, PATIENCE_S), job, ("status.json", "job.yaml", LOCK))
     return str(root.root)
 
 

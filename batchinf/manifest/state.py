@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders
+from batchinf.base.slices import job_folders
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.format_2 import OldLines
@@ -226,10 +226,10 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     return state if state.has_header else None
 
 
-def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
+def read_jobs(out: str) -> Iterator[tuple[Folder, State | None]]:
     """The job in an output folder, or all its slices in row order, each with its state; None if it has not begun."""
     for job in job_folders(out):
-        yield job, read_state(job.folder)
+        yield job, read_state(job)
 
 
 def read_beginning(folder: Folder) -> State:

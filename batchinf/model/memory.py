@@ -62,10 +62,11 @@ _PLAIN_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_k
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """A model's memory over all devices of a replica; None if unknown."""
+class Fit:
+    """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown."""
 
     weights: Weights | None
+    """Over all devices of a replica, as `kv_cache`."""
     kv_cache: KvCache | None
     unknown: tuple[str, ...] = ()
     """Why weights or KV cache are unknown."""
@@ -79,26 +80,6 @@ class Needs:
     """Of weights that are not quantized, and of arithmetic."""
     splits: tuple[Split, ...] = ()
     """What tensor-parallel ranks divide."""
-
-    @property
-    def weight_bytes(self) -> int | None:
-        """On one device."""
-        return None if self.weights is None else self.weights.num_bytes
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.weights.layers) if self.weights is not None else 1
-
-    def tensor_degrees(self, most: int) -> list[int]:
-        """The tensor-parallel sizes up to `most` that vLLM accepts."""
-        return [degree for degree in range(1, most + 1) if why_not_split(self.splits, degree) is None]
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown."""
-
-    needs: Needs
     device_bytes: int | None = None
     """Memory of one device."""
     device_name: str = ""
@@ -112,6 +93,19 @@ class Fit:
     """The spec's arguments."""
 
     @property
+    def total_weight_bytes(self) -> int | None:
+        """Weights of all devices, if none is split."""
+        return None if self.weights is None else self.weights.num_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.weights.layers) if self.weights is not None else 1
+
+    def tensor_degrees(self, most: int) -> list[int]:
+        """The tensor-parallel sizes up to `most` that vLLM accepts."""
+        return [degree for degree in range(1, most + 1) if why_not_split(self.splits, degree) is None]
+
+    @property
     def limits(self) -> dict[str, int]:
         """`max_num_seqs` and `max_num_batched_tokens`: of the spec, else of the task, else vLLM's offline defaults."""
         defaults = default_limits(self.device_bytes, self.device_name)
@@ -121,8 +115,9 @@ class Fit:
     @property
     def _rank_bytes(self) -> int | None:
         """Weights of one device, wherever they are kept."""
-        weights = self.needs.weights
-        return None if weights is None else weights.rank_bytes(self.tensor_parallel_size, self.pipeline_parallel_size)
+        if self.weights is None:
+            return None
+        return self.weights.rank_bytes(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -143,21 +138,21 @@ class Fit:
         counted.
         """
         limits = self.limits
-        whole, split = _step_width(self.needs.config)
+        whole, split = _step_width(self.config)
         activations = limits["max_num_batched_tokens"] * 2 * (whole + split // self.tensor_parallel_size)
-        sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
+        sampler = limits["max_num_seqs"] * (vocab_size_of(self.config) or 0) * 10
         return max(RESERVE_BYTES, activations, sampler)
 
     def _pools(self, num_tokens: int, *, is_decoding: bool = False) -> list[Pool] | None:
         """The KV cache of one sequence, as vLLM allocates it. is_decoding: its prompt has been computed."""
-        if self.needs.kv_cache is None:
+        if self.kv_cache is None:
             return None
         # With asynchronous scheduling two batches are in flight.
         in_flight = 1 if is_decoding else 2 * self.limits["max_num_batched_tokens"]
         size = self.engine.get("block_size") or BLOCK_TOKENS
         return [
             pool_of(caches, num_tokens, self.tensor_parallel_size, in_flight_tokens=in_flight, block_tokens=size)
-            for caches in self.needs.kv_cache.stages(self.pipeline_parallel_size)
+            for caches in self.kv_cache.stages(self.pipeline_parallel_size)
             if caches
         ]
 
@@ -222,24 +217,31 @@ def default_limits(device_bytes: int | None, device_name: str = "") -> dict[str,
     return {"max_num_seqs": 1024 if is_large else 256, "max_num_batched_tokens": 16384 if is_large else 8192}
 
 
-def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
-    """A model's needs under these settings, by headers of weight files or by transformers (`described`)."""
-    shapes = _shapes_of(model, spec)
-    dtype = weight_dtype(model.config, spec)
+def fit_of(
+    model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", *, limits_of: LimitsOf | None = None
+) -> Fit:
+    """The job's model on devices of this size, by headers of weight files or by transformers (`described`).
+
+    device_bytes: None without a device. limits_of: of the task.
+    """
+    shapes = _shapes_of(model, spec.model)
+    dtype = weight_dtype(model.config, spec.model)
     unknown = []
     weights = kv_cache = None
-    quantization = _quantization(model, spec)
+    quantization = _quantization(model, spec.model)
     try:
-        weights = _with_padding(_weights(model, spec, shapes), quantization, shapes.config, engine)
+        weights = _with_padding(_weights(model, spec.model, shapes), quantization, shapes.config, spec.engine)
     except UnknownSizeError as error:
         unknown.append(f"weights: {error}")
     try:
         if shapes.why_not_built and not shapes.stored and not _is_plain(shapes.config):
             raise UnknownSizeError(shapes.why_not_built)
-        kv_cache = kv_cache_of(shapes.config, model.config, dtype, engine)
+        kv_cache = kv_cache_of(shapes.config, model.config, dtype, spec.engine)
     except UnknownSizeError as error:
         unknown.append(f"KV cache: {error}")
-    return Needs(
+    length = spec.engine.get("max_model_len")
+    tensor_parallel_size, pipeline_parallel_size = spec.parallel.sizes
+    return Fit(
         weights,
         kv_cache,
         unknown=tuple(unknown),
@@ -248,7 +250,14 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
         quantization="" if quantization is None else quantization.name,
         dtype=dtype,
         # vLLM pads the blocks of weights that it quantizes itself.
-        splits=splits_of(shapes.config, engine, quantization if model.config.get("quantization_config") else None),
+        splits=splits_of(shapes.config, spec.engine, quantization if model.config.get("quantization_config") else None),
+        device_bytes=device_bytes,
+        device_name=device_name,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        max_model_len=length if isinstance(length, int) and length > 0 else model.max_model_len,
+        batch_limits={} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes),
+        engine=spec.engine,
     )
 
 
@@ -367,22 +376,6 @@ def _step_width(config: Mapping[str, Any]) -> tuple[int, int]:
         expert = config.get("moe_intermediate_size") or inner
         return hidden * (2 + chosen), 3 * chosen * int(max(expert) if isinstance(expert, list) else expert)
     return 2 * hidden, 3 * inner
-
-
-def fit_of(
-    model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", *, limits_of: LimitsOf | None = None
-) -> Fit:
-    """The job's model on devices of this size. device_bytes: None without a device. limits_of: of the task."""
-    length = spec.engine.get("max_model_len")
-    return Fit(
-        needs_of(model, spec.model, spec.engine),
-        device_bytes,
-        device_name,
-        *spec.parallel.sizes,
-        max_model_len=length if isinstance(length, int) and length > 0 else model.max_model_len,
-        batch_limits={} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes),
-        engine=spec.engine,
-    )
 
 
 def on_cpu(spec: ModelSpec) -> ModelSpec:

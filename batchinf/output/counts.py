@@ -1,8 +1,9 @@
 """Arrow tables of results and output rows: their counts and sizes, and how they are put together."""
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.records import BoolArray, PartCounts
+from batchinf.source.files import grouped
 from batchinf.tasks.base import Task
 from batchinf.tasks.columns import leaf_of
 
@@ -19,7 +21,7 @@ BATCH_BYTES = 4 << 20
 # Numbers that are checked at once, so that intermediate results stay in the processor's cache.
 _PIECE = 1 << 18
 
-_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
+size_of: Callable[[pa.Table | pa.RecordBatch], int] = operator.attrgetter("nbytes")
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -106,24 +108,9 @@ def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) ->
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def groups(pieces: Iterable[_Rows], limit: int) -> Iterator[list[_Rows]]:
-    """Consecutive pieces with at most `limit` bytes together, or a larger one alone."""
-    group: list[_Rows] = []
-    group_bytes = 0
-    for piece in pieces:
-        if group and group_bytes + piece.nbytes > limit:
-            yield group
-            group = []
-            group_bytes = 0
-        group.append(piece)
-        group_bytes += piece.nbytes
-    if group:
-        yield group
-
-
 def joined(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same results in as few batches as BATCH_BYTES allows. Larger batches stay as they are."""
-    for group in groups(batches, BATCH_BYTES):
+    for group in grouped(batches, size_of, BATCH_BYTES):
         yield group[0] if len(group) == 1 else pa.concat_batches(group)
 
 

@@ -77,8 +77,8 @@ class Journal:
         """before: is called before each segment becomes durable."""
         if not _INCARNATION.fullmatch(incarnation):
             raise ValueError(f"got incarnation {incarnation!r}; allowed are letters, digits, '.', '_' and '-'")
-        self._folder = folder
-        self._incarnation = incarnation
+        self.folder = folder
+        self.incarnation = incarnation
         self.schema = schema
         self._before = before
         self._seq = 0
@@ -87,7 +87,7 @@ class Journal:
         """Make these results durable as one segment. table: in the journal's schema."""
         self._before()
         name = self._next_name(shard)
-        with self._folder.writing(f"{_FOLDER}/{name}", fault="journal") as file:
+        with self.folder.writing(f"{_FOLDER}/{name}", fault="journal") as file:
             file.write(bytes(HEADER_BYTES))
             payload = HashingWriter(file)
             with pa.ipc.new_stream(payload, self.schema) as stream:
@@ -95,11 +95,11 @@ class Journal:
                     stream.write_batch(batch)
             file.seek(0)
             file.write(FileHeader(shard, payload.num_bytes, table.num_rows, payload.digest()).encode())
-        return Segment(self._folder, name)
+        return Segment(self.folder, name)
 
     def forget(self, segment: Segment) -> None:
         """Delete a segment whose results are in a part."""
-        self._folder.delete(f"{_FOLDER}/{segment.name}")
+        self.folder.delete(f"{_FOLDER}/{segment.name}")
 
     def recover(self, shard: int) -> tuple[list[Segment], list[str]]:
         """The whole segments of a shard, of any incarnation, and the names of damaged ones, whose results run again.
@@ -108,8 +108,8 @@ class Journal:
         """
         segments = []
         damaged = []
-        for name, _, retry in _listed(self._folder, f"{shard:06d}-"):
-            if retry != retry_of(self._incarnation):
+        for name, _, retry in _listed(self.folder, f"{shard:06d}-"):
+            if retry != retry_of(self.incarnation):
                 continue
             try:
                 segments.append(self._checked(shard, name))
@@ -131,16 +131,16 @@ class Journal:
 
     def _next_name(self, shard: int) -> str:
         while True:
-            name = f"{shard:06d}-{self._incarnation}-{self._seq:05d}"
+            name = f"{shard:06d}-{self.incarnation}-{self._seq:05d}"
             self._seq += 1
-            if not self._folder.exists(f"{_FOLDER}/{name}"):
+            if not self.folder.exists(f"{_FOLDER}/{name}"):
                 return name
 
     def _checked(self, shard: int, name: str) -> Segment:
-        path = self._folder.path(f"{_FOLDER}/{name}")
+        path = self.folder.path(f"{_FOLDER}/{name}")
         with path.open("rb", buffering=0) as file:
             num_rows = _check_bytes(shard, file)
-        segment = Segment(self._folder, name)
+        segment = Segment(self.folder, name)
         # The bytes are undamaged now. If something still differs, another job wrote the segment.
         table = segment.table()
         if not table.schema.equals(self.schema) or table.num_rows != num_rows:

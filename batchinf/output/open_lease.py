@@ -55,7 +55,7 @@ class OpenLease:
         self.errors: Counter[str] = Counter()  # results with an error, by its type
         self.known_images: Mapping[int, KnownImages] = {}  # by row; see `known_images` of `replica/images.py`
         self.num_requests = np.zeros(lease.num_rows, np.int32)
-        self._journal = journal
+        self.journal = journal
         # A row's requests get consecutive numbers when its first result comes. -1: no result yet.
         self.chosen = np.ones(lease.num_rows, np.bool_) if chosen is None else chosen
         self._first_request = np.where(self.chosen, np.int64(-1), np.int64(0))
@@ -125,7 +125,7 @@ class OpenLease:
 
         Other replicas may run other rows of the shard, so results of these are left where they are.
         """
-        segments, damaged = self._journal.recover(self.index)
+        segments, damaged = self.journal.recover(self.index)
         for segment in segments:
             try:
                 if self._recover(segment):
@@ -158,7 +158,7 @@ class OpenLease:
 
         The job may have begun without some of the task's columns: these are dropped.
         """
-        batch = batch.select(self._journal.schema.names)
+        batch = batch.select(self.journal.schema.names)
         is_new = self._note(*(batch.column(name).to_numpy() for name in RESULT_KEYS))
         num_new = int(np.count_nonzero(is_new))
         if num_new < len(is_new):
@@ -178,11 +178,11 @@ class OpenLease:
     def keep(self) -> Segment | None:
         """Write results that are in no segment yet to the journal, but keep them for a thread that writes the part."""
         fresh = self.fresh
-        return self._journal.write(self.index, pa.Table.from_batches(fresh, self._journal.schema)) if fresh else None
+        return self.journal.write(self.index, pa.Table.from_batches(fresh, self.journal.schema)) if fresh else None
 
     def forget(self, segment: Segment) -> None:
         """Delete a segment of `keep` after the part is written."""
-        self._journal.forget(segment)
+        self.journal.forget(segment)
 
     def close(self) -> None:
         """Unmap the segments and drop the results in memory."""

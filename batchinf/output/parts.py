@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from batchinf.base.storage import Folder, HashingWriter, adapter, file_digest
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import staged_file
-from batchinf.output.counts import count_rows, groups, joined, number_columns, row_bytes
+from batchinf.output.counts import count_rows, joined, number_columns, row_bytes, size_of
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts import encoder
 from batchinf.records import COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
+from batchinf.source.files import grouped
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
 
@@ -45,51 +46,47 @@ _WIDE_BYTES = 8 << 10
 # -- writing a part --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PartTarget:
-    """Where an incarnation writes parts, and the data of the job that all parts need."""
-
-    folder: Folder
-    source: Source
-    carried: Sequence[pa.Field]
-    """The columns of the source that the output has, too: the id first, if there is one; see `Source.read_fields`."""
-    columns: Columns
-    metadata: Mapping[str, str]
-    """Entries of each file's key-value metadata, such as `batchinf.fingerprint`. Keys begin with `batchinf.`."""
-    incarnation: str
-
-
 def write_part(
-    target: PartTarget,
     shard: OpenLease,
+    source: Source,
+    *,
+    carried: Sequence[pa.Field],
+    columns: Columns,
+    metadata: Mapping[str, str],
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
     num_second_bos: int = 0,
 ) -> Part:
     """Write a whole shard to `staging/`, sorted by row_index and sample_index (if there is one).
 
-    Memory holds one row group and one piece of the results, whatever the shard's size. merge: turns the shard's rows
-    into the rows to write, in order. num_second_bos: that of the part that is replaced, which has the same prompts.
+    Memory holds one row group and one piece of the results, whatever the shard's size.
+
+    carried: the columns of the source that the output has, too: the id first, if there is one; see
+    `Source.read_fields`. metadata: entries of the file's key-value metadata, such as `batchinf.fingerprint`; keys begin
+    with `batchinf.`. merge: turns the shard's rows into the rows to write, in order. num_second_bos: that of the part
+    that is replaced, which has the same prompts.
     """
     if not (shard.is_complete and shard.lease.is_whole):
         raise ValueError(f"{shard.lease} is not complete")
-    schema = target.columns.part_schema
+    schema = columns.part_schema
     merged = _Merged(shard)
     # Kept columns are not the model's numbers, and a task may make its output of other ones.
-    numbers = [name for name in number_columns(target.columns.journal_schema) if name in schema.names]
+    numbers = [name for name in number_columns(columns.journal_schema) if name in schema.names]
     # A retry has only some of the rows, but the old part counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
-    unnamed = f"staging/{shard.index:06d}-{target.incarnation}"
-    with target.folder.writing(unnamed, "parts", final_name=lambda: staged_file(part)) as file:
+    journal = shard.journal
+    unnamed = f"staging/{shard.index:06d}-{journal.incarnation}"
+    with journal.folder.writing(unnamed, "parts", final_name=lambda: staged_file(part)) as file:
         sink = HashingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
-            tables = _output(target, shard, merged)
+            tables = _output(shard, merged, columns, _blocks(shard, source, carried))
             row_group_bytes = shard.task.row_group_bytes or ROW_GROUP_BYTES
-            for table in map(pa.concat_tables, groups(tables if merge is None else merge(tables), row_group_bytes)):
+            rows = tables if merge is None else merge(tables)
+            for table in map(pa.concat_tables, grouped(rows, size_of, row_group_bytes)):
                 counts += count_rows(table, shard.task, numbers)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            entries = {**target.metadata, **_place_entries(shard.lease, shard.rows), **count_entries(counts)}
+            entries = {**metadata, **_place_entries(shard.lease, shard.rows), **count_entries(counts)}
             writer.add_key_value_metadata(entries)
-        target.source.keep_digests()
+        source.keep_digests()
         part = _part(counts, shard=shard.index, num_bytes=sink.num_bytes, digest=sink.hexdigest())
     return part
 
@@ -140,25 +137,25 @@ def footer_entries(footer: pq.FileMetaData) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
 
 
-def _output(target: PartTarget, shard: OpenLease, merged: "_Merged") -> Iterator[pa.Table]:
+def _output(shard: OpenLease, merged: "_Merged", columns: Columns, blocks: Iterator["_Block"]) -> Iterator[pa.Table]:
     """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or one result."""
     is_whole = bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.lease.num_rows, dtype=np.int32), shard.num_requests)
     is_first = np.diff(rows, prepend=-1) != 0
-    for first, last, columns, lost in _blocks(shard, target.source, target.carried):
+    for first, last, of_source, lost in blocks:
         result_bytes = merged.num_bytes[starts[first] : starts[last]]
-        if columns is not None:
-            result_bytes = result_bytes + row_bytes(columns)[rows[starts[first] : starts[last]] - first]
+        if of_source is not None:
+            result_bytes = result_bytes + row_bytes(of_source)[rows[starts[first] : starts[last]] - first]
         may_begin = is_first[starts[first] : starts[last]] if shard.task.joins_requests else None
         for cut in _cuts(result_bytes, PIECE_BYTES, may_begin):
             start, stop = (place + starts[first] for place in cut)
             first_row = rows[start]
             stop_row = rows[stop - 1] + 1
-            carried = None if columns is None else columns.slice(first_row - first, stop_row - first_row)
+            carried = None if of_source is None else of_source.slice(first_row - first, stop_row - first_row)
             if carried is not None and not is_whole:
                 carried = carried.filter(pa.array(shard.chosen[first_row:stop_row]))
-            yield _with_lost(output_rows(target.columns, shard.task, carried, merged.take(start, stop)), lost)
+            yield _with_lost(output_rows(columns, shard.task, carried, merged.take(start, stop)), lost)
             for segment in shard.segments:
                 segment.let_go()
 
@@ -175,13 +172,13 @@ def _with_lost(table: pa.Table, lost: Mapping[int, str]) -> pa.Table:
     return table
 
 
-def _blocks(
-    shard: OpenLease, source: Source, fields: Sequence[pa.Field]
-) -> Iterator[tuple[int, int, pa.Table | None, dict[int, str]]]:
-    """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows.
+# A range of a shard's rows, by local index, with their columns of the source; and the rows whose values cannot be
+# stored, by `row_index`, and why.
+_Block = tuple[int, int, pa.Table | None, dict[int, str]]
 
-    The last item has the rows whose values cannot be stored, by `row_index`, and why.
-    """
+
+def _blocks(shard: OpenLease, source: Source, fields: Sequence[pa.Field]) -> Iterator[_Block]:
+    """All rows of a shard, without ranges that have no chosen rows."""
     if not fields:
         yield 0, shard.lease.num_rows, None, {}
         return

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,14 @@ from batchinf.base.errors import OutputError
 from batchinf.base.parquet import open_part
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name, published_file, staged_file
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PIECE_BYTES, REPLACES_KEY, RETRY_KEY, PartTarget, footer_entries, write_part
+from batchinf.output.parts import PIECE_BYTES, REPLACES_KEY, RETRY_KEY, footer_entries, write_part
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
+from batchinf.source.rows import Source
 from batchinf.tasks.columns import IMAGE_DIGESTS
 
 _SECOND_BOS_KEY = "batchinf.num_second_bos"
@@ -42,11 +44,20 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(description, ensure_ascii=False)}
 
 
-def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
+def write_replacement(
+    shard: OpenLease, source: Source, *, carried: Sequence[pa.Field], columns: Columns, metadata: Mapping[str, str]
+) -> Part:
     """Write the replacement of a shard's part: see `write_part`. Raises OutputError if the old one is damaged."""
-    old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
-    metadata = {**old.retries, **target.metadata, REPLACES_KEY: old.digest}
-    part = write_part(dataclasses.replace(target, metadata=metadata), shard, old.merge, old.num_second_bos)
+    old = OldPart(shard.journal.folder, shard.index, shard.rows, shard.chosen)
+    part = write_part(
+        shard,
+        source,
+        carried=carried,
+        columns=columns,
+        metadata={**old.retries, **metadata, REPLACES_KEY: old.digest},
+        merge=old.merge,
+        num_second_bos=old.num_second_bos,
+    )
     retry = int(metadata[RETRY_KEY])
     return dataclasses.replace(
         part, retry=retry, replaces=old.digest, num_kept=old.num_kept, num_kept_errors=old.num_kept_errors

@@ -29,9 +29,8 @@ _OTHERS = SpeedRange("dense models", 0.99, 1.09)
 
 def accuracy_of(fit: Fit, work: Workload) -> SpeedRange:
     """Of the kind of this model, at its degrees, and of this work."""
-    shape = shape_of(fit.needs)
-    cache = fit.needs.kv_cache
-    if cache is not None and cache.has_states:
+    shape = shape_of(fit)
+    if fit.kv_cache is not None and fit.kv_cache.has_states:
         return _RECURRENT
     if shape is not None and shape.expert_parameters:
         return _EXPERTS
@@ -39,4 +38,4 @@ def accuracy_of(fit: Fit, work: Workload) -> SpeedRange:
         return _PIPELINE
     if work.output_tokens <= 1:
         return _PROMPTS
-    return _SMALL if (fit.needs.weight_bytes or 0) < _SMALL_BYTES else _OTHERS
+    return _SMALL if (fit.total_weight_bytes or 0) < _SMALL_BYTES else _OTHERS

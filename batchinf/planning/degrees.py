@@ -99,7 +99,7 @@ def _legal(fit: Fit, machine: Machine, *, has_pipelines: bool) -> Iterator[tuple
     has_pipelines: also give pipelines within a node, for models whose heads no larger tensor-parallel size divides.
     Tensor parallelism is faster there.
     """
-    tensors = fit.needs.tensor_degrees(machine.gpus_per_node)
+    tensors = fit.tensor_degrees(machine.gpus_per_node)
     if machine.tensor is not None:
         tensors = [machine.tensor] if machine.tensor <= machine.gpus_per_node else []
     nodes = range(2 * machine.gpus_per_node, machine.num_gpus + 1, machine.gpus_per_node)
@@ -109,7 +109,7 @@ def _legal(fit: Fit, machine: Machine, *, has_pipelines: bool) -> Iterator[tuple
             pipeline, rest = divmod(number, tensor)
             is_open = pipeline == 1 or may_be_any
             is_legal = is_open if machine.pipeline is None else pipeline == machine.pipeline
-            if rest == 0 and pipeline <= fit.needs.num_layers and is_legal:
+            if rest == 0 and pipeline <= fit.num_layers and is_legal:
                 yield tensor, pipeline
 
 
@@ -142,12 +142,12 @@ def split_notes(base: Fit, tensor: int | None, largest: int) -> Iterator[str]:
     The latter divide the heads and all else, but not into whole blocks.
     """
     if tensor is not None:
-        if (why := why_not_split(base.needs.splits, tensor)) is not None:
+        if (why := why_not_split(base.splits, tensor)) is not None:
             yield f"warning: tensor {tensor}: {why}: vLLM may refuse it, or be slower"
         return
-    plain = tuple(dataclasses.replace(split, block=1) for split in base.needs.splits)
+    plain = tuple(dataclasses.replace(split, block=1) for split in base.splits)
     for size in range(2, largest + 1):
-        why = why_not_split(base.needs.splits, size)
+        why = why_not_split(base.splits, size)
         if why is not None and why_not_split(plain, size) is None:
             with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
             yield f"tensor {size} is left out: {why}{with_whole}"
@@ -182,7 +182,7 @@ class Option:
 
 def options(fit: Fit, machine: Machine, context: int, work: Workload | None = None) -> list[Option]:
     """All degrees that fit the machine, the fewest devices of a replica first."""
-    shape = shape_of(fit.needs)
+    shape = shape_of(fit)
     fitting = []
     for degrees in that_fit(fit, machine, context):
         most = replicas(degrees, machine.gpus_per_node, machine.num_nodes)

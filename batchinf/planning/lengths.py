@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
-from batchinf.job.disk_space import ChoiceLengths, task_of_length
+from batchinf.job.disk_space import choice_tokens, task_of_length
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.open import location_of, open_job
 from batchinf.job.ordering import prefix_key, shared_in_order
@@ -223,7 +223,7 @@ def lengths_of_rows(
         requests_per_row=requests.number / max(1, sample.num_rows),
         output_bytes=num_rows * requests.row_bytes(),
         is_assumed=requests.is_assumed,
-        is_by_choice=requests.choices.are_all,
+        is_by_choice=requests.are_choices,
         longest=requests.longest,
         row_error=requests.row_error,
         num_shared=requests.num_shared,
@@ -239,7 +239,8 @@ class _Requests:
         self._job = job
         self._task = task_of(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
         self._length = length
-        self.choices = ChoiceLengths(job)
+        self.are_choices = job.task.draws_tokens
+        """Whether each output so far is one of its choices."""
         self._built: list[Prompt] = []
         self._shared: Sequence[int] | None = None
         """The ids with which all prompts so far begin."""
@@ -263,11 +264,13 @@ class _Requests:
             return
         self._built.append(prompt)
         num_samples = (prompt.sampling or self._job.spec.sampling).n if self._job.task.draws_tokens else 1
+        most = choice_tokens(self._job, prompt.sampling)
         for ids, output in self._requests_of(prompt):
+            self.are_choices &= most is not None
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
             self.longest = max(self.longest, len(ids) + output)
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
-            self.outputs += [self.choices.bound(prompt.sampling, output)] * len(ratios)
+            self.outputs += [output if most is None else min(output, most)] * len(ratios)
             self.number += num_samples * len(ratios)
 
     def add_largest(self, prompt: Prompt) -> None:
@@ -277,7 +280,7 @@ class _Requests:
     def row_bytes(self) -> int:
         """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""
         task = self._job.task
-        if self.choices.are_all and self.outputs:
+        if self.are_choices and self.outputs:
             task = task_of_length(self._job, max(self.outputs))
         return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
 

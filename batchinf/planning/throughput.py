@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
-from batchinf.model.memory import CHOSEN_EXPERTS, NUM_EXPERTS, Fit, Needs, named_number
+from batchinf.model.memory import CHOSEN_EXPERTS, NUM_EXPERTS, Fit, named_number
 from batchinf.planning.gpus import Gpu
 from batchinf.spec.job import WHOLE_STEPS
 
@@ -67,39 +67,37 @@ class Shape:
     dtype: str
 
 
-def shape_of(needs: Needs) -> Shape | None:
+def shape_of(fit: Fit) -> Shape | None:
     """The shape, from the counted parameters and the config; None if they are not known."""
-    weights = needs.weights
-    cache = needs.kv_cache
-    counts = needs.parameters
-    hidden = needs.config.get("hidden_size")
+    counts = fit.parameters
+    hidden = fit.config.get("hidden_size")
     experts = counts.get("expert", 0)
-    chosen = _expert_share(needs) if experts else 0.0
-    if weights is None or cache is None or not counts or not isinstance(hidden, int) or chosen is None:
+    chosen = _expert_share(fit) if experts else 0.0
+    if fit.weights is None or fit.kv_cache is None or not counts or not isinstance(hidden, int) or chosen is None:
         return None
-    windows_or_none = [kind.window for layer in cache.layers for kind in layer if kind.state is None]
+    windows_or_none = [kind.window for layer in fit.kv_cache.layers for kind in layer if kind.state is None]
     windows = [window for window in windows_or_none if window is not None]
-    width = (num_attention_heads(needs.config) or 0) * (head_dim_of(needs.config) or 0)
+    width = (num_attention_heads(fit.config) or 0) * (head_dim_of(fit.config) or 0)
     return Shape(
         layer_parameters=counts.get("linear", 0),
         expert_parameters=experts * chosen,
         expert_share=chosen,
         # With tied embeddings there is no head of its own.
         head_parameters=counts.get("head") or counts.get("embedding", 0),
-        layer_bytes=sum(weights.layers),
+        layer_bytes=sum(fit.weights.layers),
         attention_width=width * (len(windows_or_none) - len(windows)),
         window_width=width * len(windows),
         window=max(windows, default=0),
         hidden=hidden,
-        num_layers=needs.num_layers,
-        dtype="fp8" if needs.quantization == "fp8" else needs.dtype,
+        num_layers=fit.num_layers,
+        dtype="fp8" if fit.quantization == "fp8" else fit.dtype,
     )
 
 
-def _expert_share(needs: Needs) -> float | None:
+def _expert_share(fit: Fit) -> float | None:
     """The share of the experts that compute a token; None if the config does not tell how many are chosen."""
-    number = named_number(needs.config, NUM_EXPERTS)
-    chosen = named_number(needs.config, CHOSEN_EXPERTS)
+    number = named_number(fit.config, NUM_EXPERTS)
+    chosen = named_number(fit.config, CHOSEN_EXPERTS)
     return chosen / number if number and chosen else None
 
 
@@ -224,7 +222,7 @@ def _step(
     """Seconds that one device works on a step of all running sequences, by what it waits for."""
     tensor = fit.tensor_parallel_size
     pipeline = fit.pipeline_parallel_size
-    cache = fit.needs.kv_cache
+    cache = fit.kv_cache
     assert cache is not None
     tokens = prompt_tokens + decoded
     memory = gpu.bandwidth * _MEMORY_SHARE

@@ -18,7 +18,7 @@ from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PartTarget, write_part
+from batchinf.output.parts import write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Lease, Part, Result
@@ -154,18 +154,11 @@ class Pipeline:
     def _write_by(self, info: EngineInfo) -> Callable[[OpenLease], Part]:
         versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
         write_file = write_replacement if self._retry else write_part
-        target = PartTarget(
-            folder=self.folder,
-            source=self.source,
-            carried=tuple(self._carried),
-            columns=self._columns,
-            metadata={**self.metadata, **versions, "batchinf.device": info.device},
-            incarnation=self.incarnation,
-        )
+        metadata = {**self.metadata, **versions, "batchinf.device": info.device}
 
         def write(shard: OpenLease) -> Part:
             self.may_store()
-            return write_file(target, shard)
+            return write_file(shard, self.source, carried=self._carried, columns=self._columns, metadata=metadata)
 
         return write
 

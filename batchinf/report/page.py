@@ -16,7 +16,6 @@ import jinja2
 
 from batchinf.base.errors import BatchinfError, OutputError, UserError
 from batchinf.base.paths import is_bucket
-from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, one_line, plain, short_count, size_text, time_taken, utc_now
 from batchinf.commands.status import JobTotals, StatusReport, job_status
@@ -110,7 +109,7 @@ def _facts(out: str, price: float | None) -> dict[str, Any]:
     for job, _ in begun:
         look.copy_folder(job, TELEMETRY_FOLDER)
         look.copy_file(job, EVENTS_FILE)
-    jobs = [(str(job.slice or ""), job.folder) for job, _ in begun]
+    jobs = [(str(job.slice or ""), job) for job, _ in begun]
     history = timeline({name: (functools.partial(read_looks, folder), read_events(folder)) for name, folder in jobs})
     rows = row_figures(look)
     replicas = _replicas(history)
@@ -131,7 +130,7 @@ def _facts(out: str, price: float | None) -> dict[str, Any]:
         "rows": rows,
         "numbers": [figure for figure in (*rows.tokens, *rows.numbers) if figure.num_values],
         "sample_groups": sample_groups,
-        "spec": _spec_text(begun[0][0].folder),
+        "spec": _spec_text(begun[0][0]),
         "platforms": _platforms([state for _, state in begun]),
         "duration": duration,
         "clip": clip,
@@ -258,7 +257,7 @@ _RATES = {
 }
 
 
-def _run_speed(job: JobFolder, state: State) -> RunSpeed | None:
+def _run_speed(job: Folder, state: State) -> RunSpeed | None:
     """Of the last run; None while the job is not done."""
     speed = state.speed if state.is_done else None
     if speed is None:

@@ -28,18 +28,6 @@ _SHORT_TYPES = {"n": pa.null(), "b": pa.bool_(), "i": pa.int32(), "l": pa.int64(
 
 
 @dataclass(frozen=True, slots=True)
-class FileFindings:
-    """The results of a file's scan."""
-
-    hash: str
-    num_rows: int
-    schema: pa.Schema
-    """Of this file alone; a JSON column has `JSON_MARK`."""
-    num_bytes: int = 0
-    """Of the decompressed content, if the format lets rows be appended."""
-
-
-@dataclass(frozen=True, slots=True)
 class Artifact:
     """A cache file."""
 
@@ -71,7 +59,7 @@ class FileEntry:
     `content` (a copy of a remote file), `footer` (a sparse one, see `ranges`), `columns` (those beyond the first 4,096;
     see `further_line`)."""
     num_bytes: int
-    """See `FileFindings`."""
+    """Of the decompressed content, if the format lets rows be appended; else 0."""
     content: int
     """The number under which `ReadDigests` knows the content."""
     etag: str = ""
@@ -195,6 +183,9 @@ class Scratch:
 
     def __init__(self, cache: Folder, file: InputFile, format: str) -> None:
         self._cache = cache
+        self._file = file
+        self._format = format
+        self._stamp = file.stamp()
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode(errors="surrogateescape"))
         self._files: dict[str, IO[bytes]] = {}
         self.etag = ""  # of an object of which only the end was fetched
@@ -248,6 +239,29 @@ class Scratch:
     def is_spooled(self) -> bool:
         """Whether the rows have been copied to a spool."""
         return "rows" in self._files and self._files["rows"].tell() > 0
+
+    def entry(self, content_hash: str, num_rows: int, schema: pa.Schema, num_bytes: int = 0) -> FileEntry:
+        """What the scan has found, without the artifacts, which are not published yet.
+
+        schema: of this file alone; a JSON column has `JSON_MARK`.
+        """
+        size, mtime_ns, inode = self._stamp
+        # The same for each process that scans the same content, and another one for content that replaces it.
+        content = xxhash.xxh3_64_intdigest(json.dumps([self._file.name, self._stamp, content_hash]).encode()) >> 1
+        return FileEntry(
+            path=self._file.path,
+            format=self._format,
+            size=size,
+            mtime_ns=mtime_ns,
+            inode=inode,
+            hash=content_hash,
+            num_rows=num_rows,
+            schema=schema_text(schema),
+            artifacts={},
+            num_bytes=num_bytes,
+            content=content,
+            etag=self.etag,
+        )
 
     def publish(self, content_hash: str) -> dict[str, Artifact]:
         """Make the non-empty files durable. Their names have a hash of the input's content, so they never change.

@@ -100,9 +100,6 @@ class InputFile:
     is_remote: ClassVar[bool] = False
     """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
 
-    is_ranged: ClassVar[bool] = False
-    """Whether the cache has only some ranges of its content; see `ranges`."""
-
     @property
     def object_etag(self) -> str:
         """Of an object in a store, by its listing; else empty."""

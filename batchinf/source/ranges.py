@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +47,6 @@ class RangedFile(InputFile):
     """Of the object whose ranges these are."""
     cache: Folder = field(compare=False)
     """In which the ranges are kept."""
-    is_ranged: ClassVar[bool] = True
 
     def reader(self) -> "RangeReader":
         """See `InputFile`."""

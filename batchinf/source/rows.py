@@ -30,7 +30,6 @@ from batchinf.source.scan import Scanner
 from batchinf.source.types import Lost, as_written, refuse_named_twins, remark_of, settled_schema
 from batchinf.source.versions import (
     InputVersion,
-    ScannedFile,
     compare_files,
     first_version,
     fitted_beside,
@@ -214,7 +213,7 @@ def _again(
     *,
     new: NewRows,
     left_out: LeftOut,
-) -> tuple[Scanner, list[InputVersion], dict[int, ScannedFile]]:
+) -> tuple[Scanner, list[InputVersion], dict[int, SourceFile]]:
     """The files of these versions, and of a new version if `new` is `take`."""
     known = latest_ranges(versions)
     known_format = file_format(versions[-1].format)
@@ -222,7 +221,7 @@ def _again(
     # another job are found by its manifest.
     is_copied = is_url(input.path) and input.parts is None and read_record(cache, _ASKED) == _asked(input)
     if new == "ignore" or (new != "take" and is_copied):
-        scanned = from_cache(known, cache)
+        scanned = from_cache(known, cache, digests)
         if scanned is not None and known_format is not None:
             return Scanner(known_format.for_input(input), cache, digests, input.say), versions, scanned
     format, files = _find(replace(input, began_as=versions[-1].format), left_out)
@@ -242,56 +241,42 @@ def _again(
     return scanner, [*versions, version], scanned
 
 
-def _refuse_headless(format: FileFormat, scanned: Mapping[int, ScannedFile], version: InputVersion) -> None:
+def _refuse_headless(format: FileFormat, scanned: Mapping[int, SourceFile], version: InputVersion) -> None:
     """See `FileFormat`. The new files are those that the version adds."""
-    schemas = {text: schema_of(text) for text in {entry.schema for _, entry in scanned.values()}}
-    own = {number: schemas[entry.schema] for number, (_, entry) in scanned.items()}
+    schemas = {text: schema_of(text) for text in {file.entry.schema for file in scanned.values()}}
+    own = {number: schemas[file.entry.schema] for number, file in scanned.items()}
     first = next((number for number, schema in sorted(own.items()) if schema.names), 0)
     new = {added.name: own[added.file] for added in version.added if added.first_row == 0}
-    format.refuse_headless(new, scanned[first][0].name, own[first])
-
-
-def _watch_all(scanner: Scanner, scanned: Mapping[int, ScannedFile]) -> None:
-    """Watch the files of this host, also those whose rows come from a copy."""
-    digests = scanner.digests
-    for file, entry in scanned.values():
-        if not is_url(file.path):
-            is_same = functools.partial(scanner.format.is_same, file, entry, digests)
-            digests.watches[entry.content] = Watch(file.name, [file.path], [entry.stamp], is_same)
+    format.refuse_headless(new, scanned[first].name, own[first])
 
 
 def _assembled(
-    scanner: Scanner, versions: Sequence[InputVersion], scanned: Mapping[int, ScannedFile], *, named: Sequence[str]
+    scanner: Scanner, versions: Sequence[InputVersion], scanned: Mapping[int, SourceFile], *, named: Sequence[str]
 ) -> "Source":
     format = scanner.format
-    digests = scanner.digests
-    for file, entry in scanned.values():
+    for file in scanned.values():
+        entry = file.entry
         refuse_named_twins(entry.arrow_schema(), named, file.name)
+        if not is_url(entry.path):  # a file of this host is watched, also if its rows come from a copy
+            is_same = functools.partial(format.is_same, file)
+            scanner.digests.watches[entry.content] = Watch(file.name, [entry.path], [entry.stamp], is_same)
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
-    _watch_all(scanner, scanned)
     openers: list[Callable[[], Reader]] = []
     runs = []
     ranged: dict[int, RangedFile] = {}
     stops: dict[str, int] = {}
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
-            file, entry = scanned[added.file]
-            local = scanner.local_copy(file, entry)
-            if isinstance(local, RangedFile) and "rows" not in entry.artifacts:
+            file = scanned[added.file]
+            local = file.local_copy()
+            if isinstance(local, RangedFile) and "rows" not in file.entry.artifacts:
                 ranged[len(openers)] = local
-            source_file = SourceFile(
-                local,
-                entry,
-                read_types=schema,
-                cache=scanner.cache,
-                digests=digests,
-            )
-            openers.append(functools.partial(_reader, format, source_file, chosen_values(added.name, schema)))
+            openers.append(functools.partial(_reader, format, replace(file, file=local), schema, added.name))
             runs.append((added.first_row, added.stop_row))
             stops[file.name] = max(added.stop_row, stops.get(file.name, 0))
     fingerprints = [version.fingerprint for version in versions]
-    source = Source(openers, runs, schemas, fingerprints, digests=digests)
+    source = Source(openers, runs, schemas, fingerprints, digests=scanner.digests)
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
     source.ranged = ranged
     source.remarks = {**_remarks(scanned.values()), **_repeated_contents(format, scanned.values())}
@@ -300,45 +285,47 @@ def _assembled(
     return source
 
 
-def _reader(format: FileFormat, source_file: SourceFile, folder_values: Mapping[str, str | None]) -> Reader:
-    reader = format.reader(source_file)
-    return FolderReader(reader, folder_values) if folder_values else reader
+def _reader(format: FileFormat, local: SourceFile, schema: pa.Schema, name: str) -> Reader:
+    """name: of the file, whose folders may have values."""
+    reader = format.reader(local, schema)
+    values = chosen_values(name, schema)
+    return FolderReader(reader, values) if values else reader
 
 
-def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
+def _remarks(scanned: Iterable[SourceFile]) -> Mapping[str, list[str]]:
     remarks: dict[str, list[str]] = {}
     by_schema: dict[str, str] = {}
-    for file, entry in scanned:
-        if entry.schema not in by_schema:
-            by_schema[entry.schema] = remark_of(entry.arrow_schema())
-        if remark := by_schema[entry.schema]:
+    for file in scanned:
+        schema = file.entry.schema
+        if schema not in by_schema:
+            by_schema[schema] = remark_of(schema_of(schema))
+        if remark := by_schema[schema]:
             remarks.setdefault(remark, []).append(file.name)
     return remarks
 
 
-def _refuse_lost_folders(scanned: Iterable[ScannedFile]) -> None:
+def _refuse_lost_folders(scanned: Iterable[SourceFile]) -> None:
     """Raises InputError if a file's folder names a value of a column that only other files have: it would be null."""
-    with_rows = [(file, entry) for file, entry in scanned if entry.num_rows]
-    if not any("=" in file.name for file, _ in with_rows):
+    with_rows = [file for file in scanned if file.entry.num_rows]
+    if not any("=" in file.name for file in with_rows):
         return
-    columns = {
-        entry.schema: entry.arrow_schema().names for entry in {entry.schema: entry for _, entry in with_rows}.values()
-    }
-    owners = {column: file.name for file, entry in with_rows for column in columns[entry.schema]}
-    for file, entry in with_rows:
+    columns = {schema: schema_of(schema).names for schema in {file.entry.schema for file in with_rows}}
+    owners = {column: file.name for file in with_rows for column in columns[file.entry.schema]}
+    for file in with_rows:
         for column, value in folder_values(file.name).items():
-            if value is not None and column in owners and column not in columns[entry.schema]:
+            if value is not None and column in owners and column not in columns[file.entry.schema]:
                 raise InputError(
                     f"column '{column}': {owners[column]} has it itself, and {file.name} only in its folder's name, "
                     "which would be lost; give all files the column, or none"
                 )
 
 
-def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
+def _repeated_contents(format: FileFormat, scanned: Iterable[SourceFile]) -> Mapping[str, list[str]]:
     """The files with the content of an earlier one, by the hashes of the scan, and with the values of its folders."""
     firsts: dict[tuple[object, ...], str] = {}
     repeated = []
-    for file, entry in scanned:
+    for file in scanned:
+        entry = file.entry
         first = firsts.setdefault((entry.hash, entry.digest, *folder_values(file.name).items()), file.name)
         if first != file.name and entry.num_rows:
             repeated.append(f"{file.name} (as {first})")
@@ -346,10 +333,11 @@ def _repeated_contents(format: FileFormat, scanned: Iterable[ScannedFile]) -> Ma
     return {f"{same}, so these rows run more than once; move one of the files away": repeated} if repeated else {}
 
 
-def _by_columns(scanned: Iterable[ScannedFile]) -> Mapping[tuple[str, ...], list[str]]:
+def _by_columns(scanned: Iterable[SourceFile]) -> Mapping[tuple[str, ...], list[str]]:
     names: dict[str, tuple[str, ...]] = {}
     files: dict[tuple[str, ...], list[str]] = {}
-    for file, entry in scanned:
+    for file in scanned:
+        entry = file.entry
         if entry.num_rows >= _MANY_ROWS:
             if entry.schema not in names:
                 names[entry.schema] = tuple(entry.arrow_schema().names)
@@ -357,15 +345,15 @@ def _by_columns(scanned: Iterable[ScannedFile]) -> Mapping[tuple[str, ...], list
     return files
 
 
-def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int, ScannedFile]) -> pa.Schema:
+def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int, SourceFile]) -> pa.Schema:
     """Those of these columns that a file has beyond the columns of its schema, with their types over all files."""
     files = [scanned[number] for number in sorted(scanned)]
-    schemas = [(file.name, further_columns(entry, set(named), scanner.cache)) for file, entry in files]
+    schemas = [(file.name, further_columns(file.entry, set(named), scanner.cache)) for file in files]
     further = [(name, schema) for name, schema in schemas if schema is not None]
     names = {field.name for _, schema in further for field in schema}
     if not names:
         return pa.schema([])
-    first = [(file.name, _only(entry.arrow_schema(), names)) for file, entry in files]
+    first = [(file.name, _only(file.entry.arrow_schema(), names)) for file in files]
     return settled_schema([*first, *further], scanner.format.mixed_types)
 
 

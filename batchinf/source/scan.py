@@ -1,21 +1,19 @@
 """Scans input files: finds the rows, columns and content hash of each, and keeps them in the cache of the source."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
-import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.paths import LARGE_BYTES
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
-from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
+from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, content_hash, open_bytes, refuse_pointers
-from batchinf.source.formats.base import FileFormat
-from batchinf.source.ranges import RangedFile, footer_of
+from batchinf.source.formats.base import FileFormat, SourceFile
+from batchinf.source.ranges import footer_of
 from batchinf.source.remote import UNKNOWN
 from batchinf.source.types import refuse_twins
 
@@ -33,8 +31,8 @@ class Scanner:
     say: Callable[[str], None]
     """Shows a line before a large copy."""
 
-    def scan(self, files: Sequence[InputFile]) -> list[FileEntry]:
-        """The entry of each file: from the cache if path, size, mtime and inode are unchanged, else from a scan.
+    def scan(self, files: Sequence[InputFile]) -> list[SourceFile]:
+        """The files with their entries: from the cache if path, size, mtime and inode are unchanged, else from a scan.
 
         If the size is the same, the file's content is compared first, and scanned only if it differs. Several processes
         may call this with one cache: one works under a lock, and the others find its result.
@@ -42,10 +40,13 @@ class Scanner:
         self.cache.make()
         known = load_entries(self.cache)
         entries = [entry for file in files if (entry := self._trusted(file, known.get(file.name))) is not None]
-        if len(entries) == len(files):
-            return entries
-        with locked(self.cache):
-            return self._scan_alone(files)
+        if len(entries) < len(files):
+            with locked(self.cache):
+                entries = self._scan_alone(files)
+        return [self._scanned(file, entry) for file, entry in zip(files, entries, strict=True)]
+
+    def _scanned(self, file: InputFile, entry: FileEntry) -> SourceFile:
+        return SourceFile(file, entry, self.cache, self.digests)
 
     def _scan_alone(self, files: Sequence[InputFile]) -> list[FileEntry]:
         known = load_entries(self.cache)
@@ -82,7 +83,7 @@ class Scanner:
         if not (self.format.hashes_all or entry.digest or self.digests.has(entry.content)):
             return None  # nothing of it was read, so it may be any file
         size, mtime_ns, inode = stamp = file.settled_stamp()
-        if size != entry.size or not self.format.is_same(file, entry, self.digests) or file.settled_stamp() != stamp:
+        if size != entry.size or not self.format.is_same(self._scanned(file, entry)) or file.settled_stamp() != stamp:
             return None
         return replace(entry, path=file.path, mtime_ns=mtime_ns, inode=inode)
 
@@ -91,46 +92,20 @@ class Scanner:
         if not file.is_remote:
             open_bytes(file).close()
         before = file.settled_stamp()
-        size, mtime_ns, inode = stamp = file.stamp()
         with Scratch(self.cache, file, self.format.key) as scratch:
             try:
                 local = self._local(file, scratch)
-                findings = self.format.scan(local, scratch)
+                entry = self.format.scan(local, scratch)
                 is_copied = (local is not file and not scratch.etag) or scratch.is_spooled
                 digest = content_hash(local) if is_copied and not self.format.hashes_all else ""
             except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
                 if getattr(error, "errno", None) is not None:  # the system: a full disk or the like
                     raise
                 raise self._damaged(file, error) from error
-            refuse_twins(findings.schema.names, file.name)
+            refuse_twins(entry.arrow_schema().names, file.name)
             if file.settled_stamp() != before:
                 raise InputError(f"{file.name} changed while it was read; start again once it is complete")
-            artifacts = scratch.publish(digest or findings.hash)
-        # The same for each process that scans the same content, and another one for content that replaces it.
-        content = xxhash.xxh3_64_intdigest(json.dumps([file.name, stamp, findings.hash]).encode()) >> 1
-        return FileEntry(
-            path=file.path,
-            format=self.format.key,
-            size=size,
-            mtime_ns=mtime_ns,
-            inode=inode,
-            hash=findings.hash,
-            num_rows=findings.num_rows,
-            schema=schema_text(findings.schema),
-            artifacts=artifacts,
-            num_bytes=findings.num_bytes,
-            content=content,
-            etag=scratch.etag,
-            digest=digest,
-        )
-
-    def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
-        """The cache's copy of a remote file if the scan kept one, else the file."""
-        if (footer := entry.artifacts.get("footer")) is not None:
-            path = str(self.cache.path(footer.name))
-            return RangedFile(file.name, path, url=entry.path, etag=entry.etag, cache=self.cache)
-        copy = entry.artifacts.get("content")
-        return file if copy is None else InputFile(file.name, str(self.cache.path(copy.name)))
+            return replace(entry, artifacts=scratch.publish(digest or entry.hash), digest=digest)
 
     def _local(self, file: InputFile, scratch: Scratch) -> InputFile:
         """The file, or a copy of a remote file if its format is not scanned from beginning to end.

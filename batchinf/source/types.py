@@ -8,13 +8,14 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
 from batchinf.base.text import list_names
+from batchinf.source.cache import FURTHER_COLUMNS, Scratch, further_line
 
 MAX_COLUMNS = 4096  # of JSON lines: further columns are in the schema only if they are asked for by their names
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
@@ -307,13 +308,16 @@ def cast_each(column: pa.ChunkedArray, cast: Callable[[Any], Any], type: pa.Data
 
 
 class JsonTypes:
-    """The types of JSON values, found from batches of records. A column that is mixed once stays JSON."""
+    """The types of a file's JSON values, found from batches of records. A column that is mixed once stays JSON."""
 
-    def __init__(self, keep_further: Callable[[pa.Schema], None]) -> None:
-        """keep_further: called with the columns of a batch that are beyond `MAX_COLUMNS`."""
+    def __init__(self, scratch: Scratch) -> None:
+        """scratch: gets an artifact with the columns beyond `MAX_COLUMNS`."""
+        self.remark = ""
+        """See `with_remark`."""
         self._types: dict[str, pa.DataType | None] = {}
         self._odd: dict[str, str] = {}
-        self._keep_further = keep_further
+        self._scratch = scratch
+        self._further: IO[bytes] | None = None
 
     def add(self, records: Sequence[Mapping[str, object]], rows: Callable[[], Sequence[int]]) -> None:
         """Merge the types of a batch of records with those before. rows: makes the records' numbers in the file."""
@@ -329,11 +333,13 @@ class JsonTypes:
             if known is not None and self._types[name] is None:
                 self._odd[name] = _first_odd(known, [record.get(name) for record in records], rows())
         if further:
-            self._keep_further(pa.schema(further))
+            self._further = self._further or self._scratch.create(FURTHER_COLUMNS)
+            self._further.write(further_line(pa.schema(further)))
 
     def schema(self) -> pa.Schema:
         """The columns in the order in which they first appeared."""
-        return pa.schema([_json_or(name, type, self._odd.get(name, "")) for name, type in self._types.items()])
+        fields = [_json_or(name, type, self._odd.get(name, "")) for name, type in self._types.items()]
+        return with_remark(pa.schema(fields), self.remark)
 
 
 def _json_or(name: str, type: pa.DataType | None, odd: str = "") -> pa.Field:

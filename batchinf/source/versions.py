@@ -27,9 +27,10 @@ from batchinf.source.cache import (
     schema_text,
     write_record,
 )
+from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile
 from batchinf.source.folders import chosen_values, with_folder_columns
-from batchinf.source.formats.base import FileFormat
+from batchinf.source.formats.base import FileFormat, SourceFile
 from batchinf.source.remote import is_url
 from batchinf.source.scan import Scanner
 from batchinf.source.types import settled_schema
@@ -151,7 +152,6 @@ def record_name(fingerprint: str) -> str:
 
 # -- comparing the files with a version ------------------------------------------------------------------------------
 
-ScannedFile = tuple[InputFile, FileEntry]
 _NAMED = 3  # files that a message names
 # Unknown files are read if they are so few and so small, because files without rows are not new.
 _LOOKED_AT = 100
@@ -163,28 +163,27 @@ class FileComparison:
     """The files of a version, by number, compared with the files that are there now."""
 
     scanner: Scanner
-    free: dict[str, ScannedFile] = field(default_factory=dict)
+    free: dict[str, SourceFile] = field(default_factory=dict)
     """Files by name that are not yet known to be one of the version's."""
-    unchanged: dict[int, ScannedFile] = field(default_factory=dict)
+    unchanged: dict[int, SourceFile] = field(default_factory=dict)
     """Perhaps renamed."""
-    grown: dict[int, ScannedFile] = field(default_factory=dict)
+    grown: dict[int, SourceFile] = field(default_factory=dict)
     """With rows appended."""
     changed: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     unknown: list[InputFile] = field(default_factory=list)
     """Files that the version does not have."""
-    new: list[ScannedFile] = field(default_factory=list)
+    new: list[SourceFile] = field(default_factory=list)
     """The unknown files, scanned, if that was asked for."""
 
     @property
-    def usable(self) -> dict[int, ScannedFile]:
+    def usable(self) -> dict[int, SourceFile]:
         """The known files that have all rows of the version."""
         return {**self.unchanged, **self.grown}
 
     def scan(self, files: Sequence[InputFile]) -> None:
         """Add files to the free ones."""
-        entries = self.scanner.scan(files)
-        self.free |= {file.name: (file, entry) for file, entry in zip(files, entries, strict=True)}
+        self.free |= {file.name: file for file in self.scanner.scan(files)}
 
     def match(self, known: Sequence[FileRange], *, by_name: bool) -> list[FileRange]:
         """Find the free files that have the content of known ones. Returns the other known ones.
@@ -195,24 +194,25 @@ class FileComparison:
         digests = self.scanner.digests
         names = defaultdict[str, list[str]](list)
         for name in sorted(self.free):
-            names[self.free[name][1].hash].append(name)
+            names[self.free[name].entry.hash].append(name)
         unmatched: list[FileRange] = []
         for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
             alike = [name for name in names[old.hash] if name in self.free and (name == old.name or not by_name)]
             # By the rules of another version of batchinf, the same bytes may be other rows.
-            alike = [name for name in alike if self.free[name][1].num_rows == old.stop_row]
+            alike = [name for name in alike if self.free[name].entry.num_rows == old.stop_row]
             for name in sorted(alike, key=lambda name: name != old.name):
-                file, entry = self.free[name]
+                file = self.free[name]
+                entry = file.entry
                 is_same = entry.content == old.content
                 if old.digest and entry.digest:
                     is_same = entry.digest == old.digest
                 elif digests.has(old.content):
-                    is_same = is_same or digests.is_same(old.content, self.scanner.local_copy(file, entry))
+                    is_same = is_same or digests.is_same(old.content, file.local_copy())
                 elif not by_name and not is_same:
                     # Nothing was read of it here. Another machine may have read an object, whose ETag then counts.
                     is_same = not old.etag or entry.etag in ("", old.etag)
                 if is_same:
-                    self.unchanged[old.file] = self.free.pop(name)[0], replace(entry, content=old.content)
+                    self.unchanged[old.file] = replace(self.free.pop(name), entry=replace(entry, content=old.content))
                     break
             else:
                 unmatched.append(old)
@@ -227,43 +227,43 @@ class FileComparison:
         looks = len(gone) * len(self.free) <= _LOOKED_AT
         for old in gone:
             # Renamed as well. An empty file is the beginning of any other, and a copy leaves open which one it is.
-            others = [name for name, it in self.free.items() if looks and _has_grown(self.scanner, old, *it)]
+            others = [name for name, file in self.free.items() if looks and _has_grown(self.scanner, old, file)]
             if len(others) != 1 or not old.stop_row or not self._take_grown(old, others[0]):
                 self.gone.append(old.name)
 
     def _take_grown(self, old: FileRange, name: str) -> bool:
         """Take the free file of this name as a known one if it begins with its content. Returns whether it does."""
-        if not _has_grown(self.scanner, old, *self.free[name]):
+        if not _has_grown(self.scanner, old, self.free[name]):
             return False
-        file, entry = self.free.pop(name)
+        file = self.free.pop(name)
         # It may have grown by blank lines only.
-        place = self.grown if entry.num_rows > old.stop_row else self.unchanged
-        place[old.file] = file, entry
+        place = self.grown if file.entry.num_rows > old.stop_row else self.unchanged
+        place[old.file] = file
         return True
 
     def save_contents(self) -> None:
         """Store which contents were found again, so that they are not compared once more."""
         cache = self.scanner.cache
-        entries = {file.name: entry for file, entry in self.unchanged.values()}
+        entries = {file.name: file.entry for file in self.unchanged.values()}
         known = load_entries(cache)
         if any(name in known and known[name].content != entry.content for name, entry in entries.items()):
             with locked(cache):
                 save_entries(cache, {**load_entries(cache), **entries})
 
 
-def from_cache(known: Sequence[FileRange], cache: Folder) -> dict[int, ScannedFile] | None:
+def from_cache(known: Sequence[FileRange], cache: Folder, digests: ReadDigests) -> dict[int, SourceFile] | None:
     """The known files by their cache entries, without a search for others; None if one has changed.
 
     A remote file's copy counts as the file; the remote system is not asked.
     """
     entries = load_entries(cache)
     by_content = {(entry.hash, entry.content): (name, entry) for name, entry in entries.items()}
-    scanned: dict[int, ScannedFile] = {}
+    scanned: dict[int, SourceFile] = {}
     for number, old in enumerate(known):
         name, entry = by_content.get((old.hash, old.content), ("", None))
         if entry is None or not _is_there(name, entry) or not is_whole(entry, cache):
             return None
-        scanned[number] = (InputFile(name, entry.path), entry)
+        scanned[number] = SourceFile(InputFile(name, entry.path), entry, cache, digests)
     return scanned
 
 
@@ -290,7 +290,7 @@ def compare_files(
         unmatched = compared.match(unmatched, by_name=False)
     compared.save_contents()
     compared.compare_grown(unmatched)
-    names = {*compared.changed, *(file.name for file, _ in compared.usable.values())}
+    names = {*compared.changed, *(file.name for file in compared.usable.values())}
     compared.unknown = [file for file in files if file.name not in names]
     if scans_new:
         compared.new = [compared.free[file.name] for file in compared.unknown]
@@ -304,17 +304,17 @@ def _is_empty(scanner: Scanner, file: InputFile) -> bool:
     try:
         if file.is_remote or file.stamp()[0] > _LOOKED_AT_BYTES:
             return False
-        [entry] = scanner.scan([file])
+        [scanned] = scanner.scan([file])
     except (BatchinfError, OSError):  # such as a damaged file: only --extend has to read it
         return False
-    return entry.num_rows == 0
+    return scanned.entry.num_rows == 0
 
 
-def _has_grown(scanner: Scanner, old: FileRange, file: InputFile, entry: FileEntry) -> bool:
+def _has_grown(scanner: Scanner, old: FileRange, file: SourceFile) -> bool:
     """Whether the file begins with its whole earlier content."""
-    if entry.num_bytes <= old.num_bytes or entry.num_rows < old.stop_row:
+    if file.entry.num_bytes <= old.num_bytes or file.entry.num_rows < old.stop_row:
         return False
-    return scanner.format.prefix(file, entry, old.num_bytes, scanner.cache) == (old.hash, old.stop_row)
+    return scanner.format.prefix(file, old.num_bytes) == (old.hash, old.stop_row)
 
 
 def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool, is_job: bool = False) -> None:
@@ -332,7 +332,7 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool, is_j
         )
     if takes_new:
         return
-    grown = [file.name for file, _ in compared.grown.values()]
+    grown = [file.name for file in compared.grown.values()]
     if additions := _in_words({"new": [file.name for file in compared.unknown], "longer than before": grown}):
         advice = "use --extend to run the new rows too" + ("" if is_job else ", or move the new data away")
         raise DriftError(f"{path} has more than the job in the output folder knows: {additions}; {advice}")
@@ -351,10 +351,10 @@ def _in_words(files: Mapping[str, Sequence[str]]) -> str:
 # -- new versions ----------------------------------------------------------------------------------------------------
 
 
-def first_version(scanner: Scanner, files: Sequence[InputFile]) -> tuple[InputVersion, dict[int, ScannedFile]]:
+def first_version(scanner: Scanner, files: Sequence[InputFile]) -> tuple[InputVersion, dict[int, SourceFile]]:
     """The version of a new job: all files."""
-    scanned = dict(enumerate(zip(files, scanner.scan(files), strict=True)))
-    added = tuple(_added(number, *scanned[number], 0) for number in scanned)
+    scanned = dict(enumerate(scanner.scan(files)))
+    added = tuple(_added(number, file, 0) for number, file in scanned.items())
     return InputVersion(None, scanner.format.name, _settled(scanned, scanner.format), added), scanned
 
 
@@ -366,21 +366,22 @@ def fitted_beside(version: InputVersion, other: pa.Schema, format: FileFormat) -
 
 def next_version(
     before: InputVersion, known: Sequence[FileRange], compared: FileComparison, format: FileFormat
-) -> tuple[InputVersion, dict[int, ScannedFile]] | None:
+) -> tuple[InputVersion, dict[int, SourceFile]] | None:
     """A version with the additions in the order of file names, and all files by number; None if nothing is new."""
     scanned = compared.usable
-    runs = [(file.name, number, known[number].stop_row) for number, (file, _) in compared.grown.items()]
+    runs = [(file.name, number, known[number].stop_row) for number, file in compared.grown.items()]
     # A new file counts once it has rows.
-    for new in sorted((new for new in compared.new if new[1].num_rows), key=lambda new: new[0].name):
-        runs.append((new[0].name, len(scanned), 0))
+    for new in sorted((new for new in compared.new if new.entry.num_rows), key=lambda new: new.name):
+        runs.append((new.name, len(scanned), 0))
         scanned[len(scanned)] = new
     if not runs:
         return None
-    added = tuple(_added(number, *scanned[number], first_row) for _, number, first_row in sorted(runs))
+    added = tuple(_added(number, scanned[number], first_row) for _, number, first_row in sorted(runs))
     return InputVersion(before.fingerprint, format.name, _settled(scanned, format), added), scanned
 
 
-def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> FileRange:
+def _added(number: int, file: SourceFile, first_row: int) -> FileRange:
+    entry = file.entry
     return FileRange(
         file=number,
         name=file.name,
@@ -394,11 +395,11 @@ def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> Fi
     )
 
 
-def _settled(scanned: dict[int, ScannedFile], format: FileFormat) -> str:
+def _settled(scanned: dict[int, SourceFile], format: FileFormat) -> str:
     """The columns of all files together, as `schema_text`."""
     first_files = dict[str, str]()
-    for _, (file, entry) in sorted(scanned.items()):
-        first_files.setdefault(entry.schema, file.name)
+    for number in sorted(scanned):
+        first_files.setdefault(scanned[number].entry.schema, scanned[number].name)
     schemas = ((name, schema_of(schema)) for schema, name in first_files.items())
-    names = [file.name for file, _ in scanned.values()]
+    names = [file.name for file in scanned.values()]
     return schema_text(with_folder_columns(settled_schema(schemas, format.mixed_types), names))

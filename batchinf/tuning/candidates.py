@@ -177,7 +177,7 @@ def _degrees(start: _Start) -> list[Settings]:
     named = {"tensor_parallel_size", "pipeline_parallel_size"} & parallel.model_fields_set
     if num_devices < 2 or any(getattr(parallel, name) != "auto" for name in named):
         return []
-    if None in (fit.max_model_len, fit.needs.weights, fit.needs.kv_cache):
+    if None in (fit.max_model_len, fit.weights, fit.kv_cache):
         return []
     assert fit.max_model_len is not None
     share = share_of(start.spec.engine)

@@ -43,7 +43,7 @@ def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]
 def test_a_slice_that_reads_its_input_is_watched(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path)
     write_cut(out, Cut(2, 10))
-    first, second = (folder.folder for folder in job_folders(out))
+    first, second = job_folders(out)
     second.root.mkdir()
     with ThreadPoolExecutor(1) as pool:
         with JobLock(second).held(lambda: 0):

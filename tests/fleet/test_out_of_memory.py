@@ -22,7 +22,7 @@ from batchinf.fleet.memory.out_of_memory import OutOfMemory, recognise
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.lines import Lowered, read_line, record_line
 from batchinf.model.cache import kv_cache_of
-from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.memory import GIB, Fit
 from batchinf.model.weights import Weights
 from batchinf.replica.messages import Failed
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec
@@ -224,7 +224,7 @@ def fit(shape: str = "llama-3.1-8b", **fields: Any) -> Fit:
     kv_cache = kv_cache_of(config, config, "bfloat16", {})
     weights = {"llama-3.1-8b": 16_060_522_496, "llama-3.3-70b": 141_107_412_992}[shape]
     base = {"device_bytes": H100_BYTES, "device_name": "NVIDIA H100 80GB HBM3", "max_model_len": 131_072}
-    return Fit(Needs(Weights.of_total(weights), kv_cache), **{**base, **fields})
+    return Fit(Weights.of_total(weights), kv_cache, **{**base, **fields})
 
 
 def oom(text: str, *, was_up: bool = False) -> OutOfMemory:
@@ -278,9 +278,7 @@ def test_one_step_down(
 
 
 @pytest.mark.parametrize("cause", [oom(text, was_up=up) for text in (TORCH, CUBLAS, CPU_ALLOCATOR) for up in (0, 1)])
-@pytest.mark.parametrize(
-    "place", [fit(), fit(**CPU), fit("llama-3.3-70b", tensor_parallel_size=4), Fit(Needs(None, None))]
-)
+@pytest.mark.parametrize("place", [fit(), fit(**CPU), fit("llama-3.3-70b", tensor_parallel_size=4), Fit(None, None)])
 def test_every_step_is_lower_and_there_is_a_floor(cause: OutOfMemory, place: Fit) -> None:
     engine: dict[str, Any] = {}
     for _ in range(40):

@@ -1,5 +1,6 @@
 """`auto` for the degrees, and what is refused, on devices that are not here."""
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -13,7 +14,7 @@ import jobs
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.parallel import check_devices, check_processor, choose_degrees, with_degrees
-from batchinf.model.memory import Fit, fit_of
+from batchinf.model.memory import fit_of
 from batchinf.model.model import resolve
 from batchinf.planning.degrees import Machine
 from batchinf.planning.gpus import gpu_named
@@ -80,7 +81,7 @@ def test_where_the_cache_is_starved_a_larger_degree_is_taken(tmp_path: pathlib.P
     chosen, reason = choose_degrees(file, starved, machine, work)
     assert chosen.degrees.tensor > 1
     assert "times the tokens a second of tensor 1 × data 4, which is limited by the cache" in reason
-    roomy = Fit(starved.needs, gpu.memory_bytes, max_model_len=256)
+    roomy = dataclasses.replace(starved, device_bytes=gpu.memory_bytes)
     assert choose_degrees(file, roomy, machine, work)[0].degrees.tensor == 1
 
 

@@ -25,7 +25,7 @@ from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.lines import Lowered
 from batchinf.model.cache import LayerState, kv_cache_of
-from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.memory import GIB, Fit
 from batchinf.model.weights import Weights
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.registry import task_of
@@ -33,8 +33,9 @@ from benchmarks.shapes import SHAPES
 
 CONFIG = SHAPES["qwen3-0.6b"]
 CACHE = kv_cache_of(CONFIG, CONFIG, "bfloat16", {})
-SMALL = Fit(Needs(Weights.of_total(2 * GIB), CACHE, config=CONFIG), 140 * GIB, "NVIDIA H200", max_model_len=4096)
-LARGE = dataclasses.replace(SMALL, needs=Needs(Weights.of_total(15 * GIB), None))
+H200: dict[str, Any] = {"device_bytes": 140 * GIB, "device_name": "NVIDIA H200", "max_model_len": 4096}
+SMALL = Fit(Weights.of_total(2 * GIB), CACHE, config=CONFIG, **H200)
+LARGE = Fit(Weights.of_total(15 * GIB), None, **H200)
 SCORE: dict[str, Any] = {"task": "score", "input": {"text_column": "text"}}
 NO_DEVICE = dataclasses.replace(SMALL, device_bytes=None)
 
@@ -79,7 +80,7 @@ def test_an_engine_with_graphs_for_whole_steps_keeps_its_device_busy(large_input
     [
         (LARGE, {}),
         (dataclasses.replace(SMALL, device_bytes=40 * GIB), {}),
-        (dataclasses.replace(SMALL, needs=Needs(None, None)), {}),
+        (Fit(None, None, **H200), {}),
         (SMALL, {"task": "generate"}),
         (SMALL, {"input": {"limit": 1000}}),
         (SMALL, {"engine": {"gpu_memory_utilization": 0.9}}),
@@ -218,7 +219,7 @@ def test_vectors_have_graphs_of_pieces_with_settings_that_whole_steps_do_not_all
 def with_config(**changed: Any) -> Fit:
     """The small model, with changes to its config; None leaves a field out."""
     config = {name: value for name, value in {**CONFIG, **changed}.items() if value is not None}
-    return dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, config=config))
+    return dataclasses.replace(SMALL, config=config)
 
 
 def with_states() -> Fit:
@@ -226,7 +227,7 @@ def with_states() -> Fit:
     first = CACHE.layers[0][0]
     state = dataclasses.replace(first, state=LayerState(*(1 for _ in dataclasses.fields(LayerState))))
     cache = dataclasses.replace(CACHE, layers=((state,), *CACHE.layers))
-    return dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, kv_cache=cache))
+    return dataclasses.replace(SMALL, kv_cache=cache)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def with_states() -> Fit:
         with_states(),
         dataclasses.replace(SMALL, device_name="NVIDIA B200", device_bytes=180 * GIB),
         dataclasses.replace(SMALL, device_name="another", device_bytes=180 * GIB),
-        dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, kv_cache=None)),
+        dataclasses.replace(SMALL, kv_cache=None),
     ],
 )
 def test_models_and_gpus_without_whole_steps_have_graphs_of_pieces(fit: Fit, large_input: str) -> None:
@@ -312,14 +313,10 @@ def test_a_task_that_generates_keeps_the_prefix_cache() -> None:
 
 
 RECURRENT = Fit(
-    Needs(
-        Weights.of_total(64 * GIB),
-        kv_cache_of(SHAPES["qwen3.5-35b-a3b"], SHAPES["qwen3.5-35b-a3b"], "bfloat16", {}),
-        config=SHAPES["qwen3.5-35b-a3b"],
-    ),
-    140 * GIB,
-    "NVIDIA H200",
-    max_model_len=4096,
+    Weights.of_total(64 * GIB),
+    kv_cache_of(SHAPES["qwen3.5-35b-a3b"], SHAPES["qwen3.5-35b-a3b"], "bfloat16", {}),
+    config=SHAPES["qwen3.5-35b-a3b"],
+    **H200,
 )
 
 

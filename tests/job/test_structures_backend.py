@@ -9,7 +9,7 @@ import pytest
 import jobs
 from batchinf.job.open import over_rows, prepare_job
 from batchinf.job.resolve import _with_backend
-from batchinf.model.memory import Fit, Needs
+from batchinf.model.memory import Fit
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 
@@ -76,7 +76,7 @@ def test_replicas_get_the_backend_that_only_the_input_has_shown(tmp_path: pathli
     from batchinf.fleet.memory.engine_settings import EngineSettings
 
     before: JobSpec = spec_of(tmp_path, sampling={"max_tokens": 5}, engine={"max_num_seqs": 64}).spec
-    fit = Fit(Needs(None, None))
+    fit = Fit(None, None)
     after = before.model_copy(update={"engine": {**before.engine, CONFIG: {"backend": "guidance"}}})
     launched = json.loads(EngineSettings(before, fit, {"max_num_seqs": 32}).launch_spec("1.1", after))
     assert launched["engine"] == {"max_num_seqs": 32, CONFIG: {"backend": "guidance"}}

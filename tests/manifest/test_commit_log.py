@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.commit_log import CommitLog, encode_commits, read_lines
+from batchinf.manifest.commit_log import encode_commits, read_lines
+from batchinf.manifest.lines import Beginning, record_line
+from batchinf.manifest.log import Manifest
 
-NAME = "log.jsonl"
+NAME = "manifest/000001.jsonl"
 COMMITS: list[list[dict[str, Any]]] = [
     [{"kind": "a", "text": "é\n\x00\ud800"}, {"kind": "b"}],
     [{"kind": "c", "value": [1, 2.5, None, {"commit": 9, "crc": "0"}]}],
@@ -26,8 +28,15 @@ COMMITS: list[list[dict[str, Any]]] = [
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> Folder:
-    Folder(tmp_path).create_exclusive(NAME, b"")
-    return Folder(tmp_path)
+    folder = Folder(tmp_path)
+    folder.make("manifest")
+    return folder
+
+
+def commit(manifest: Manifest, lines: list[dict[str, Any]]) -> None:
+    """Commit lines of any kind."""
+    manifest._lines += lines
+    manifest.commit()
 
 
 def lines_of(commits: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -53,21 +62,20 @@ def whole_at(offset: int) -> int:
 
 
 def test_what_is_committed_is_read(folder: Folder) -> None:
-    log = CommitLog(folder, NAME, 0)
-    for num, commit in enumerate(COMMITS):
+    manifest = Manifest(folder, 1)
+    for num, lines in enumerate(COMMITS):
         assert read(folder) == lines_of(COMMITS[:num])
-        log.commit(commit)
-    log.close()
+        commit(manifest, lines)
+    manifest.close()
     assert folder.read(NAME) == encode_commits(COMMITS)
     assert list(read_lines(folder, NAME)) == list(enumerate(lines_of(COMMITS), 1))
 
 
-def test_a_log_is_gone_on_with(folder: Folder) -> None:
-    write(folder, encode_commits(COMMITS[:2]))
-    log = CommitLog(folder, NAME, 2)
-    log.commit(COMMITS[2])
-    log.close()
-    assert folder.read(NAME) == encode_commits(COMMITS[:3])
+def test_commits_follow_those_with_which_a_log_is_created(folder: Folder) -> None:
+    manifest = Manifest(folder, 1, new_id="job")
+    commit(manifest, COMMITS[0])
+    manifest.close()
+    assert folder.read(NAME) == encode_commits([[record_line(Beginning("job"))], COMMITS[0]])
 
 
 def test_lines_are_json_that_anyone_can_read(folder: Folder) -> None:
@@ -110,7 +118,9 @@ def test_every_bit_that_flips_is_noticed(folder: Folder) -> None:
             if offset >= last:
                 assert read(folder) == lines_of(COMMITS[:-1])
             else:
-                with pytest.raises(OutputError, match=r"log.jsonl is damaged: line \d+ .*; restore it from a backup"):
+                with pytest.raises(
+                    OutputError, match=r"000001.jsonl is damaged: line \d+ .*; restore it from a backup"
+                ):
                     read(folder)
             os.pwrite(file.fileno(), data[offset : offset + 1], offset)
     assert read(folder) == lines_of(COMMITS)
@@ -135,33 +145,35 @@ def test_a_commit_that_is_missing_is_damage(folder: Folder, cut: int) -> None:
 
 @pytest.mark.parametrize("room", [0, 20, len(encode_commits([COMMITS[1]], 1)) - 5])
 def test_a_full_disk_is_recovered_from(folder: Folder, room: int) -> None:
-    log = CommitLog(folder, NAME, 0)
-    log.commit(COMMITS[0])
+    manifest = Manifest(folder, 1)
+    commit(manifest, COMMITS[0])
     before = folder.read(NAME)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
     try:
-        with pytest.raises(OutputError, match=r"cannot write .*log.jsonl: file too large; .*: all finished parts"):
-            log.commit(COMMITS[1])
+        with pytest.raises(OutputError, match=r"cannot write .*000001.jsonl: file too large; .*: all finished parts"):
+            commit(manifest, COMMITS[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert folder.read(NAME) == before
-    log.commit(COMMITS[1])
-    log.close()
+    manifest.commit()  # the lines have waited
+    manifest.close()
     assert folder.read(NAME) == encode_commits(COMMITS[:2])
 
 
 COMMIT_TWICE = """
 import sys
-from batchinf.manifest.commit_log import CommitLog
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-log = CommitLog(Folder(sys.argv[1]), "log.jsonl", 0)
+from batchinf.manifest.log import Manifest
+manifest = Manifest(Folder(sys.argv[1]), 1)
 for value in range(3):
     try:
-        log.commit([{"kind": "a", "value": value}, {"kind": "b"}])
+        manifest._lines += [{"kind": "a", "value": value}, {"kind": "b"}]
+        manifest.commit()
     except OutputError as error:
         print(error)
+        manifest.discard()
 """
 
 
@@ -176,7 +188,7 @@ def test_a_write_that_fails_leaves_nothing(folder: Folder, step: str) -> None:
     done = commit_with_fault(folder, f"manifest.{step}:2=raise {errno.ENOSPC}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
-    assert "log.jsonl: no space left on device; make room there, then run the same command again" in done.stdout
+    assert "000001.jsonl: no space left on device; make room there, then run the same command again" in done.stdout
     assert folder.read(NAME) == encode_commits([[{"kind": "a", "value": value}, {"kind": "b"}] for value in (0, 2)])
 
 
@@ -189,5 +201,5 @@ def test_killed_while_committing(folder: Folder, step: str, num: int) -> None:
 
 
 def test_a_log_that_does_not_open(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(OutputError, match=r"cannot write .*: no such file or directory"):
-        CommitLog(Folder(tmp_path / "missing"), NAME, 0)
+    with pytest.raises(OutputError, match=r"cannot create .*: no such file or directory"):
+        Manifest(Folder(tmp_path / "missing"), 1)

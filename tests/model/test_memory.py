@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,9 @@ from batchinf.model.memory import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     GIB,
     Fit,
-    Needs,
     fit_of,
     on_cpu,
 )
-from batchinf.model.memory import needs_of as needs_of_model
 from batchinf.model.model import Model
 from batchinf.model.parameters import count_parameters
 from batchinf.model.weights import Weights
@@ -53,8 +52,10 @@ def model_of(config: dict[str, Any], path: str = "org/name") -> Model:
     return Model("name", path, None, "", config, {}, False, config.get("max_position_embeddings"), None, path)
 
 
-def needs_of(config: dict[str, Any], path: str = "org/name", kv_cache_dtype: str = "auto", **model: Any) -> Needs:
-    return needs_of_model(model_of(config, path), ModelSpec(name="m", **model), {"kv_cache_dtype": kv_cache_dtype})
+def needs_of(config: dict[str, Any], path: str = "org/name", kv_cache_dtype: str = "auto", **model: Any) -> Fit:
+    spec = {"model": {"name": "m", **model}, "input": {"path": "x"}, "output": {"path": "y"}}
+    spec["engine"] = {"kv_cache_dtype": kv_cache_dtype}
+    return fit_of(model_of(config, path), JobSpec.model_validate(spec), None)
 
 
 # The number of parameters as the models' safetensors indices sum up to.
@@ -202,8 +203,7 @@ def test_experts_in_one_tensor_by_their_files(tmp_path: pathlib.Path) -> None:
 
 
 def fit(name: str = "llama-3.1-8b", **fields: Any) -> Fit:
-    length = fields.pop("max_model_len", 131_072)
-    return Fit(needs_of(SHAPES[name]), fields.pop("device_bytes", H100_BYTES), max_model_len=length, **fields)
+    return replace(needs_of(SHAPES[name]), **{"device_bytes": H100_BYTES, "max_model_len": 131_072, **fields})
 
 
 @pytest.mark.parametrize("length", [2048, 32_768, 131_072])
@@ -239,11 +239,11 @@ def test_known_models_on_known_devices() -> None:
     assert fit(device_bytes=24 * GIB, max_model_len=8192).fits(0.92) is True
 
 
-@pytest.mark.parametrize("needs", [Needs(None, ONE_LAYER), Needs(Weights.of_total(10), None)])
-def test_where_something_is_unknown_nothing_is_claimed(needs: Needs) -> None:
-    found = Fit(needs, H100_BYTES, max_model_len=1000)
+@pytest.mark.parametrize(("weights", "kv_cache"), [(None, ONE_LAYER), (Weights.of_total(10), None)])
+def test_where_something_is_unknown_nothing_is_claimed(weights: Weights | None, kv_cache: KvCache | None) -> None:
+    found = Fit(weights, kv_cache, device_bytes=H100_BYTES, max_model_len=1000)
     assert (found.most_tokens(0.9), found.least_utilization(), found.fits(0.9)) == (None,) * 3
-    assert Fit(Needs(Weights.of_total(10), ONE_LAYER), None, max_model_len=10).fits(0.9) is None
+    assert Fit(Weights.of_total(10), ONE_LAYER, max_model_len=10).fits(0.9) is None
 
 
 def test_the_length_is_the_engines() -> None:
@@ -262,7 +262,7 @@ def test_the_default_share_is_vllms() -> None:
 def test_a_cache_on_a_processor_is_float32() -> None:
     for dtype, expected in (("auto", "float32"), ("bfloat16", "bfloat16")):
         spec = on_cpu(ModelSpec(name="m", dtype=dtype))
-        kv_cache = needs_of_model(model_of(LLAMA_8B), spec, {}).kv_cache
+        kv_cache = needs_of(LLAMA_8B, dtype=spec.dtype).kv_cache
         assert kv_cache is not None
         assert kv_cache.dtype == expected
 

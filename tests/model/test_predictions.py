@@ -140,7 +140,7 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
     degrees = degrees_of(fit, measured.tensor, measured.pipeline, context=context, share=SHARE)
     prompt, output = measured.lengths or LENGTHS[measured.task]
     work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task], measured.cached)
-    shape = shape_of(fit.needs)
+    shape = shape_of(fit)
     assert shape is not None
     at = dataclasses.replace(fit, tensor_parallel_size=measured.tensor, pipeline_parallel_size=measured.pipeline)
     prediction = prediction_of(at, shape, gpu=gpu, work=work, share=SHARE)
@@ -164,8 +164,8 @@ def test_only_the_experts_that_compute_a_token_count(config: dict[str, Any], sha
     spec = JobSpec(model={"name": "m", "load_format": "dummy", "dtype": "bfloat16"}, task="embed",
                    input={"path": "x", "prompt_column": "p"}, output={"path": "y"})  # fmt: skip
     model = Model("m", "org/m", None, "", {**_TINY, **config}, {}, False, None, None, "org/m")
-    needs = fit_of(model, spec, 80 << 30, "NVIDIA H100").needs
-    shape = shape_of(needs)
-    assert shape is not None and needs.parameters["expert"] > 0
-    assert shape.expert_parameters == pytest.approx(share * needs.parameters["expert"])
-    assert shape_of(dataclasses.replace(needs, config={**needs.config, **dict.fromkeys(CHOSEN_EXPERTS)})) is None
+    fit = fit_of(model, spec, 80 << 30, "NVIDIA H100")
+    shape = shape_of(fit)
+    assert shape is not None and fit.parameters["expert"] > 0
+    assert shape.expert_parameters == pytest.approx(share * fit.parameters["expert"])
+    assert shape_of(dataclasses.replace(fit, config={**fit.config, **dict.fromkeys(CHOSEN_EXPERTS)})) is None

@@ -9,13 +9,13 @@ import transformers  # noqa: F401
 from model_configs import MIXTRAL_8X7B
 
 from batchinf.model.cache import KvCache
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, fit_of
 from batchinf.model.model import Model
 from batchinf.model.parameters import count_parameters
 from batchinf.planning.degrees import Degrees, Machine, best, options, reason_for, that_fit
 from batchinf.planning.gpus import gpu_like, gpu_named, why_not
 from batchinf.planning.throughput import Workload
-from batchinf.spec.job import ModelSpec
+from batchinf.spec.job import JobSpec
 from benchmarks.shapes import SHAPES
 
 LLAMA_8B, LLAMA_70B = SHAPES["llama-3.1-8b"], SHAPES["llama-3.3-70b"]
@@ -45,10 +45,11 @@ GEMMA = {
 GB = 10**9
 
 
-def needs(config: dict[str, Any], quantization: str | None = None, kv_cache_dtype: str = "auto") -> Needs:
+def needs(config: dict[str, Any], quantization: str | None = None, kv_cache_dtype: str = "auto") -> Fit:
     model = Model("m", "org/m", None, "", config, {}, False, None, None, "org/m")
-    spec = ModelSpec(name="m", load_format="dummy", quantization=quantization)
-    return needs_of(model, spec, {"kv_cache_dtype": kv_cache_dtype})
+    sections = {"model": {"name": "m", "load_format": "dummy", "quantization": quantization}, "input": {"path": "x"}}
+    spec = {**sections, "output": {"path": "y"}, "engine": {"kv_cache_dtype": kv_cache_dtype}}
+    return fit_of(model, JobSpec.model_validate(spec), None)
 
 
 def weight_gb(config: dict[str, Any], quantization: str | None = None) -> float:
@@ -180,7 +181,7 @@ def test_int4_weights_do_not_shrink_the_cache() -> None:
 
 def fit(config: dict[str, Any], gpu: str, quantization: str | None = None) -> Fit:
     device = gpu_named(gpu)
-    return Fit(needs(config, quantization), device.memory_bytes, device.title)
+    return dataclasses.replace(needs(config, quantization), device_bytes=device.memory_bytes, device_name=device.title)
 
 
 def least(config: dict[str, Any], gpu: str, context: int, quantization: str | None = None, node: int = 16) -> Degrees:
@@ -226,7 +227,7 @@ def test_the_case_of_a_published_study_where_the_cache_is_starved() -> None:
     """Llama-2-7B on GPUs with little memory: 0.9 GB of cache on one, 7.6 GB on each of two."""
     config, share = SHAPES["llama-2-7b"], DEFAULT_GPU_MEMORY_UTILIZATION
     assert weight_gb(config) == pytest.approx(13.48, abs=0.006)
-    small = Fit(needs(config), 17_970_000_000, max_model_len=512)
+    small = dataclasses.replace(needs(config), device_bytes=17_970_000_000, max_model_len=512)
     for tensor, published in ((1, 0.9), (2, 7.6)):
         at = dataclasses.replace(small, tensor_parallel_size=tensor)
         assert (at.cache_bytes(share, at.step_bytes) or 0) / GB == pytest.approx(published, rel=0.03)
@@ -288,11 +289,11 @@ def test_a_device_is_found_in_the_table_whatever_its_driver_leaves(title: str, m
 
 def test_offload_and_a_fixed_cache() -> None:
     plain = fit(LLAMA_70B, "a100-80")
-    offloaded = Fit(plain.needs, plain.device_bytes, engine={"cpu_offload_gb": 80})
+    offloaded = dataclasses.replace(plain, engine={"cpu_offload_gb": 80})
     assert plain.weight_bytes is not None and offloaded.weight_bytes == plain.weight_bytes - 80 * GIB
     assert next(that_fit(offloaded, Machine(None, 8, 1, 0.92), 8192)).num_devices == 1
-    fixed = Fit(needs(LLAMA_8B), gpu_named("h200").memory_bytes, engine={"kv_cache_memory_bytes": 4 * GIB})
+    fixed = dataclasses.replace(fit(LLAMA_8B, "h200"), engine={"kv_cache_memory_bytes": 4 * GIB})
     found = next(that_fit(fixed, Machine(None, 8, 1, 0.92), 8192))
     assert found.cache_tokens == 4 * GIB // 131_072
-    too_much = Fit(fixed.needs, fixed.device_bytes, engine={"kv_cache_memory_bytes": 130 * GIB})
+    too_much = dataclasses.replace(fixed, engine={"kv_cache_memory_bytes": 130 * GIB})
     assert next(that_fit(too_much, Machine(None, 8, 1, 0.92), 8192)).num_devices > 1

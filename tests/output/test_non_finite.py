@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_parts import METADATA, SHARD, Rows, target_of
+from test_parts import SHARD, write
 from test_tasks_generate import make_results, make_spec
 
 import jobs
@@ -18,7 +18,7 @@ from batchinf.manifest.names import staged_file
 from batchinf.output.counts import count_non_finite_rows, number_columns
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import stated_part, write_part
+from batchinf.output.parts import stated_part
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
@@ -115,7 +115,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
     shard.add(shard.task.encode(results[:30]))
     shard.checkpoint()
     shard.add(shard.task.encode(results[30:]))
-    return write_part(target_of(folder, shard.task, Rows(), METADATA, "z"), shard)
+    return write(shard)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

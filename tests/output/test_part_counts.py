@@ -90,7 +90,7 @@ def test_only_a_basic_count_may_not_be_missing(name: str) -> None:
 
 def test_a_written_part_says_the_same_in_its_record_and_in_its_footer(folder: Folder) -> None:
     spec = SPECS["three samples"]
-    made = write(folder, whole(folder, spec), spec)
+    made = write(whole(folder, spec))
     entries = pq.read_metadata(folder.path(staged_file(made))).metadata
     stated = stated_counts({key.decode(): value.decode() for key, value in entries.items()})
     assert stated == PartCounts.sum([made])

@@ -23,7 +23,7 @@ from batchinf.manifest.names import parse_part_name, parse_staging_name, part_na
 from batchinf.output import parts
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PartTarget, stated_part, write_part
+from batchinf.output.parts import stated_part, write_part
 from batchinf.records import Lease, Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
@@ -90,20 +90,15 @@ def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Lease
     return OpenLease(shard, task, Journal(folder, incarnation, task.result_schema))
 
 
-def write(folder: Folder, shard: OpenLease, spec: JobSpec, source: Rows | None = None, incarnation: str = "z") -> Part:
-    return write_part(target_of(folder, shard.task, source or Rows(), METADATA, incarnation), shard)
+def write(shard: OpenLease, source: Any = None) -> Part:
+    source = source or Rows()
+    return write_part(shard, source, **of_job(shard.task, source))
 
 
-def target_of(folder: Folder, task: Task, rows: Any, metadata: dict[str, str], incarnation: str) -> PartTarget:
+def of_job(task: Task, rows: Rows, metadata: dict[str, str] = METADATA) -> dict[str, Any]:
+    """What all parts of a job need."""
     carried = [rows.schema.field(name) for name in carried_columns(task.spec)]
-    return PartTarget(
-        folder=folder,
-        source=rows,
-        carried=carried,
-        columns=Columns.of_new_job(task, carried),
-        metadata=metadata,
-        incarnation=incarnation,
-    )
+    return {"carried": carried, "columns": Columns.of_new_job(task, carried), "metadata": metadata}
 
 
 def expected_output(spec: JobSpec, results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -143,7 +138,7 @@ def test_a_part_is_what_plain_python_says(
     results = make_results(spec, range(SHARD.start, SHARD.stop))
     shard, num_new = run(folder, spec, results, chance)
     assert num_new == shard.num_results == len(results)
-    part = write(folder, shard, spec)
+    part = write(shard)
     assert read(folder, part) == expected_output(spec, results)
     assert_is_described(folder, part, results)
     assert stated_part(folder, staged_file(part), SHARD, "f00d") == part
@@ -224,7 +219,7 @@ def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> No
 
 def test_schema_of_the_file(folder: Folder) -> None:
     spec = SPECS["three samples"]
-    part = write(folder, whole(folder, spec), spec)
+    part = write(whole(folder, spec))
     fields = [Rows.schema.field(name) for name in ("key", "kept", "key", "nested")]
     schema = pq.read_schema(folder.path(staged_file(part)))
     assert schema.equals(task_of(spec).output_schema(fields))
@@ -257,7 +252,7 @@ def test_of_two_results_for_one_request_the_first_stands(folder: Folder) -> None
     assert (made.damaged, made.num_results) == ((), 1)
     assert made.add(as_text(first, "again")) == 0
     assert made.add(pa.concat_batches([as_text(second, "new"), as_text(second, "newer")])) == 1
-    assert [row["text"] for row in read(folder, write(folder, made, spec))] == ["earlier", "new"]
+    assert [row["text"] for row in read(folder, write(made))] == ["earlier", "new"]
 
 
 def test_a_checkpoint_forgets_and_nothing_is_written_twice(folder: Folder) -> None:
@@ -285,7 +280,7 @@ def test_a_damaged_segment_is_named_and_its_results_are_missing(folder: Folder) 
     assert again.damaged == (names[1],)
     assert [again.is_finished(row) for row in range(1000, 1060)] == [True] * 20 + [False] * 20 + [True] * 20
     again.add(again.task.encode(results))
-    assert read(folder, write(folder, again, spec)) == expected_output(spec, results)
+    assert read(folder, write(again)) == expected_output(spec, results)
 
 
 def test_a_segment_of_strange_rows_counts_as_damaged(folder: Folder) -> None:
@@ -350,7 +345,7 @@ def test_an_incomplete_shard_is_not_written(folder: Folder) -> None:
     made = opened(folder, spec)
     made.add(made.task.encode(make_results(spec, range(1000, 1059))))
     with pytest.raises(ValueError, match="not complete"):
-        write(folder, made, spec)
+        write(made)
     assert os.listdir(folder.path("staging")) == []
 
 
@@ -371,7 +366,7 @@ def test_a_journalled_shard_is_written_in_little_memory(folder: Folder, monkeypa
     usual = pa.default_memory_pool()
     pa.set_memory_pool(pool)
     try:
-        part = write(folder, made, spec)
+        part = write(made)
     finally:
         pa.set_memory_pool(usual)
     assert num_bytes > 15 << 20
@@ -394,11 +389,11 @@ def test_large_kept_columns_are_read_few_at_a_time(folder: Folder, monkeypatch: 
         return table
 
     monkeypatch.setattr(type(made.task), "reduce", noting)
-    part = write(folder, made, spec, narrow)
+    part = write(made, narrow)
     assert narrow.reads[:3] == [64, 256, 1024]
     assert max(pieces) < 250_000
     pieces.clear()
-    wide_part = write(folder, made, spec, wide)
+    wide_part = write(made, wide)
     assert wide.reads[0] == 64
     assert max(wide.reads[1:]) <= 41
     assert max(pieces) < 250_000
@@ -438,7 +433,7 @@ def test_foreign_names(name: str) -> None:
 
 def test_a_part_states_its_job_and_its_shard(folder: Folder) -> None:
     spec = SPECS["three samples"]
-    part = write(folder, whole(folder, spec), spec)
+    part = write(whole(folder, spec))
     name = staged_file(part)
     assert stated_part(folder, name, SHARD, "f00d") == part
     folder.publish(name, "parts/part-000003.parquet")
@@ -462,7 +457,7 @@ def test_a_staged_part_that_is_torn_or_altered_is_not_the_one_of_its_name(folder
         return found is not None and staged_file(found) == name
 
     spec = SPECS["one sample"]
-    part = write(folder, whole(folder, spec), spec)
+    part = write(whole(folder, spec))
     path, name = folder.path(staged_file(part)), staged_file(part)
     data, chance = path.read_bytes(), random.Random(0)
     with path.open("r+b", buffering=0) as file:
@@ -491,7 +486,7 @@ def test_a_disk_that_fails_at_a_step(folder: Folder, where: str, step: str, monk
         for start in range(0, len(results), 50):
             shard.add(shard.task.encode(results[start : start + 50]))
             shard.checkpoint()
-        return write(folder, shard, spec)
+        return write(shard)
 
     shard = opened(folder, spec)
     with pytest.raises(OSError, match="No space"):

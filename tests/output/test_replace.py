@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, target_of, write
+from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, of_job, opened, read, write
 from test_tasks_generate import make_results
 
 from batchinf.base.errors import OutputError
@@ -49,7 +49,7 @@ def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
     """A first part of all rows, in place."""
     shard = opened(folder, spec)
     shard.add(shard.task.encode(results))
-    part = write(folder, shard, spec)
+    part = write(shard)
     folder.publish(staged_file(part), published_file(part))
     return part
 
@@ -59,10 +59,9 @@ def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> Op
     return OpenLease(SHARD, task, Journal(folder, name, task.result_schema), chosen=chosen)
 
 
-def write_new(folder: Folder, shard: OpenLease, spec: JobSpec, retry: Retry = RETRY) -> Part:
-    name = incarnation_name(2, 1, retry.number)
-    metadata = METADATA | retry_metadata(retry)
-    return write_replacement(target_of(folder, shard.task, Rows(), metadata, name), shard)
+def write_new(shard: OpenLease, retry: Retry = RETRY) -> Part:
+    rows: Any = Rows()
+    return write_replacement(shard, rows, **of_job(shard.task, rows, METADATA | retry_metadata(retry)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -89,7 +88,7 @@ def test_chosen_rows_are_new_and_the_others_as_they_were(
         if chance.random() < 0.1:
             shard.checkpoint()
     assert shard.is_complete
-    part = write_new(folder, shard, spec)
+    part = write_new(shard)
     # `attempts` goes on from the most that any of the row's samples had.
     before: dict[int, int] = {}
     for result in first:
@@ -119,7 +118,7 @@ def test_each_retry_stands_in_the_metadata(folder: Folder) -> None:
         chosen = np.arange(SHARD.num_rows) == retry.number
         shard = reopened(folder, spec, chosen, incarnation_name(2, 1, retry.number))
         shard.add(shard.task.encode(results[retry.number : retry.number + 1]))
-        part = write_new(folder, shard, spec, retry)
+        part = write_new(shard, retry)
         folder.publish(staged_file(part), published_file(part))
     stored = pq.read_metadata(folder.path(f"parts/{part_name(SHARD.index)}")).metadata
     assert stored[b"batchinf.retry"] == b"2"
@@ -141,10 +140,10 @@ def test_a_damaged_part_is_not_merged(folder: Folder) -> None:
     shard = reopened(folder, spec, np.arange(SHARD.num_rows) == 5)
     shard.add(shard.task.encode(results[5:6]))
     with pytest.raises(OutputError, match="moves damaged parts aside"):
-        write_new(folder, shard, spec)
+        write_new(shard)
     path.write_bytes(data[:1000])
     with pytest.raises(OutputError, match="move it away"):
-        write_new(folder, shard, spec)
+        write_new(shard)
 
 
 def test_results_of_rows_that_were_not_chosen_are_strangers(folder: Folder) -> None:

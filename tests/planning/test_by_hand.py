@@ -7,14 +7,21 @@ import torch  # noqa: F401  # with these two here, models are counted in this pr
 import transformers  # noqa: F401
 from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8, QWEN3_VL_8B
 
-from batchinf.model.memory import Fit, needs_of
+from batchinf.model.memory import Fit, fit_of
 from batchinf.model.model import Model
 from batchinf.planning.accuracy import accuracy_of
 from batchinf.planning.degrees import Machine, that_fit
-from batchinf.planning.gpus import gpu_named
+from batchinf.planning.gpus import Gpu, gpu_named
 from batchinf.planning.throughput import Workload, _step, prediction_of, shape_of
-from batchinf.spec.job import ModelSpec
+from batchinf.spec.job import JobSpec
 from benchmarks.shapes import SHAPES
+
+
+def on(gpu: Gpu, config: dict[str, Any], quantization: str | None = None, max_model_len: int | None = None) -> Fit:
+    model = Model("m", "org/m", None, "", config, {}, False, max_model_len, None, "org/m")
+    sections = {"model": {"name": "m", "load_format": "dummy", "quantization": quantization}, "input": {"path": "x"}}
+    return fit_of(model, JobSpec.model_validate({**sections, "output": {"path": "y"}}), gpu.memory_bytes, gpu.title)
+
 
 MIB, GIB = 1 << 20, 1 << 30
 STEP = 2 * GIB  # the least that a step takes
@@ -83,9 +90,7 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
 ) -> None:
     device = gpu_named(gpu)
     assert device.memory_bytes == mib * MIB
-    model = Model("m", "org/m", None, "", config, {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy", quantization=quantization), {})
-    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), Machine(device, 8, 1, 0.92), context))
+    least = next(that_fit(on(device, config, quantization), Machine(device, 8, 1, 0.92), context))
     assert (least.tensor, least.pipeline) == (tensor, 1)
     assert least.weight_bytes == pytest.approx(weights / tensor, abs=8)
     if token is not None:
@@ -105,20 +110,17 @@ QWEN3_8B = 2 * 151_936 * 4096 + 36 * QWEN3_8B_LAYER + 4096
 
 
 def test_the_weights_of_an_image_encoder_beside_arithmetic_by_hand() -> None:
-    model = Model("m", "org/m", None, "", QWEN3_VL_8B, {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
-    assert needs.weights is not None
-    assert needs.weight_bytes == 2 * (QWEN3_8B + VISION)
-    assert dict(needs.weights.parts)["image and audio encoders"] == 2 * VISION
+    fit = on(gpu_named("h200"), QWEN3_VL_8B, max_model_len=2048)
+    assert fit.weights is not None
+    assert fit.weight_bytes == 2 * (QWEN3_8B + VISION)
+    assert dict(fit.weights.parts)["image and audio encoders"] == 2 * VISION
 
 
 def test_the_speed_with_images_is_near_that_of_the_measurement() -> None:
     """4,000 pictures of 640 × 480 on an H200, 75.4 rows a second: benchmarks/RESULTS.md, "Rows with a picture"."""
-    model = Model("m", "org/m", None, "", QWEN3_VL_8B, {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
     gpu = gpu_named("h200")
-    fit = Fit(needs, gpu.memory_bytes, gpu.title, max_model_len=2048)
-    shape = shape_of(needs)
+    fit = on(gpu, QWEN3_VL_8B, max_model_len=2048)
+    shape = shape_of(fit)
     assert shape is not None
     work = Workload(4000, prompt_tokens=351, output_tokens=64, longest_output=64)
     seconds = prediction_of(fit, shape, gpu=gpu, work=work, share=0.92).seconds
@@ -127,12 +129,10 @@ def test_the_speed_with_images_is_near_that_of_the_measurement() -> None:
 
 def _predicted(shape_name: str, work: Workload) -> float:
     """Output tokens a second on an H200."""
-    model = Model("m", "org/m", None, "", SHAPES[shape_name], {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
     gpu = gpu_named("h200")
-    shape = shape_of(needs)
+    fit = on(gpu, SHAPES[shape_name], max_model_len=2048)
+    shape = shape_of(fit)
     assert shape is not None
-    fit = Fit(needs, gpu.memory_bytes, gpu.title, max_model_len=2048)
     found = prediction_of(fit, shape, gpu=gpu, work=work, share=0.92)
     accuracy = accuracy_of(fit, work)  # of which `plan` shows the range
     assert accuracy.low <= MEASURED[shape_name][1] / found.output_tokens_per_s <= accuracy.high
@@ -162,13 +162,11 @@ def test_measured_speeds_are_within_the_range_of_their_kind(shape_name: str) -> 
 
 def test_a_step_reads_the_cache_and_reads_and_writes_states() -> None:
     """Qwen3.5-35B-A3B: 10 layers of attention, with 2 heads of 256, and 30 with states of 32 heads of 128 × 128."""
-    model = Model("m", "org/m", None, "", SHAPES["qwen3.5-35b-a3b"], {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
     gpu = gpu_named("h200")
-    shape = shape_of(needs)
+    fit = on(gpu, SHAPES["qwen3.5-35b-a3b"], max_model_len=2048)
+    shape = shape_of(fit)
     assert shape is not None
     work = Workload(4096, 256, 128, 128)
-    fit = Fit(needs, gpu.memory_bytes, gpu.title, max_model_len=2048)
     convolution = (2 * 16 * 128 + 32 * 128) * 3
     states = 30 * 2 * (32 * 128 * 128 + convolution)
     read = 1024 * (2 * states + (256 + 64) * 10 * 2 * 2 * 256 * 2) / (gpu.bandwidth * 0.8)
@@ -180,12 +178,10 @@ def test_a_step_reads_the_cache_and_reads_and_writes_states() -> None:
 
 def test_half_of_the_last_tile_of_an_expert_is_empty() -> None:
     """gpt-oss-20b, whose 32 experts have an eighth of the tokens each: the arithmetic of a step by hand."""
-    model = Model("m", "org/m", None, "", SHAPES["gpt-oss-20b"], {}, False, None, None, "org/m")
-    needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
     gpu = gpu_named("h200")
-    shape = shape_of(needs)
+    fit = on(gpu, SHAPES["gpt-oss-20b"], max_model_len=2048)
+    shape = shape_of(fit)
     assert shape is not None
-    fit = Fit(needs, gpu.memory_bytes, gpu.title, max_model_len=2048)
 
     def arithmetic(num_tokens: int) -> float:
         work = Workload(4096, 256, 0, 0, logits="none")
@@ -194,7 +190,7 @@ def test_half_of_the_last_tile_of_an_expert_is_empty() -> None:
         return parts["arithmetic"] - pairs / (gpu.bf16 * 0.6)
 
     experts = 24 * 3 * 2880 * 2880 * 4
-    others = needs.parameters["linear"]
+    others = fit.parameters["linear"]
     for num_tokens, num_empty in ((16_384, 64), (8192, 64)):
         of_expert = num_tokens / 8
         numbers = num_tokens * (others + experts / 0.6 * (of_expert + num_empty) / of_expert)

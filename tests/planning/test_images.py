@@ -17,7 +17,7 @@ import batchinf
 import jobs
 from batchinf.fleet.engine_defaults import step_for_images, with_most_images
 from batchinf.model.image_tokens import image_tokens
-from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.memory import GIB, Fit
 from batchinf.model.model import Model, resolve
 from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
 from batchinf.planning.lengths import Lengths, lengths_of, opened
@@ -174,7 +174,8 @@ def test_bytes_are_one_image_in_each_row(tmp_path: pathlib.Path) -> None:
 
 def test_a_step_holds_the_largest_image(qwen: Model, tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
     spec = read_spec(spec_of(folder, tmp_path)).spec
-    fit = Fit(Needs(None, None), 40 * GIB, "NVIDIA A100", batch_limits={"max_num_batched_tokens": 512})
+    limits = {"max_num_batched_tokens": 512}
+    fit = Fit(None, None, device_bytes=40 * GIB, device_name="NVIDIA A100", batch_limits=limits)
     large, small = (ImagesOfRows(1, size) for size in ((4000, 3000), (640, 480)))
     assert step_for_images(spec, qwen, fit, large)["max_num_batched_tokens"][0] == 36 * 27
     assert step_for_images(spec, qwen, fit, small) == {}

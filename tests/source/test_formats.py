@@ -97,7 +97,6 @@ SEMICOLONS = '''
 
 import pyarrow as pa
 
-from batchinf.source.cache import FileFindings
 from batchinf.source.files import content_hash
 from batchinf.source.formats.base import ColumnarReader, FileFormat
 from batchinf.source.types import MixedTypes
@@ -110,9 +109,9 @@ class Semicolons(FileFormat):
 
     def scan(self, file, scratch):
         prompts = read(file)
-        return FileFindings(content_hash(file), len(prompts), pa.schema([("question", pa.string())]))
+        return scratch.entry(content_hash(file), len(prompts), pa.schema([("question", pa.string())]))
 
-    def reader(self, own):
+    def reader(self, own, read_types):
         return Prompts(own)
 
 

@@ -17,7 +17,7 @@ from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import check_heads, location_of, naming_lines
 from batchinf.job.resolve import with_length
-from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
+from batchinf.model.memory import GIB, Fit, fit_of, gib, share_of
 from batchinf.model.model import Model, resolve
 from batchinf.planning.accuracy import accuracy_of
 from batchinf.planning.degrees import (
@@ -109,7 +109,7 @@ def make_plan(
         notes.append(f"warning: {warning}")
     takes_auto = not file.spec.has_auto_length and not file.spec.input.has_images
     if job is not None and asked.context is None and takes_auto:
-        notes += _long_context_note(base.needs, context, job.longest)
+        notes += _long_context_note(base, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
     num_rows = asked.num_rows if job is None else job.num_rows
     plans = tuple(
@@ -130,7 +130,7 @@ def make_plan(
     if job is not None:
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(
-        model=_model_plan(model, base.needs, context),
+        model=_model_plan(model, base, context),
         job=job,
         gpus=plans,
         notes=tuple(notes),
@@ -149,11 +149,11 @@ def _resolved(spec: ModelSpec, *, is_job: bool) -> Model:
         raise ModelError(f"{error}; or give a config.json: `plan` needs no other file of the model") from error
 
 
-def _long_context_note(needs: Needs, context: int, longest: int) -> Iterator[str]:
+def _long_context_note(fit: Fit, context: int, longest: int) -> Iterator[str]:
     """What `auto` would change, if sequences may be far longer than the job's."""
-    if needs.kv_cache is None or context < _FAR * longest:
+    if fit.kv_cache is None or context < _FAR * longest:
         return
-    bytes_of = needs.kv_cache.sequence_bytes
+    bytes_of = fit.kv_cache.sequence_bytes
     if bytes_of(context) < GIB:  # which changes no degree
         return
     yield (
@@ -223,8 +223,8 @@ def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> 
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
     """What the model needs. Raises UserError if that is not known."""
     fit = fit_of(model, spec, None)
-    if fit.needs.weights is None or fit.needs.kv_cache is None:
-        raise UserError(f"the memory of '{model.name}' is not known by its config: {fit.needs.unknown[0]}")
+    if fit.weights is None or fit.kv_cache is None:
+        raise UserError(f"the memory of '{model.name}' is not known by its config: {fit.unknown[0]}")
     return fit
 
 
@@ -332,22 +332,22 @@ def _context(asked: PlanOptions, spec: JobSpec, model: Model) -> int:
     return context
 
 
-def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
-    cache = needs.kv_cache
-    weights = needs.weights
+def _model_plan(model: Model, fit: Fit, context: int) -> ModelPlan:
+    cache = fit.kv_cache
+    weights = fit.weights
     return ModelPlan(
         name=model.name,
         architectures=tuple(model.config.get("architectures") or ()),
-        dtype=needs.dtype,
-        quantization=needs.quantization,
-        num_parameters=sum(needs.parameters.values()),
-        weight_bytes=needs.weight_bytes,
+        dtype=fit.dtype,
+        quantization=fit.quantization,
+        num_parameters=sum(fit.parameters.values()),
+        weight_bytes=fit.total_weight_bytes,
         parts=() if weights is None else weights.parts,
         cache_dtype="" if cache is None else cache.dtype,
         token_bytes=None if cache is None else cache.bytes_per_token(),
         context=context,
         context_bytes=None if cache is None else cache.sequence_bytes(context),
-        unknown=needs.unknown,
+        unknown=fit.unknown,
     )
 
 
@@ -356,7 +356,7 @@ def _on_gpu(
 ) -> GpuPlan:
     """The plan on GPUs of one kind. base: the model without a device. context: tokens of the longest sequence."""
     share = _share(gpu, spec, asked)
-    plan = GpuPlan(gpu=gpu, num_gpus=0, share=share, why_not=why_not(gpu, base.needs.dtype))
+    plan = GpuPlan(gpu=gpu, num_gpus=0, share=share, why_not=why_not(gpu, base.dtype))
     if plan.why_not is not None:
         return plan
     fit = on_device(spec, base, gpu.memory_bytes, gpu.title)
@@ -402,7 +402,7 @@ def _given(spec: JobSpec) -> list[int | None]:
 
 def _refused(plan: GpuPlan, fit: Fit, machine: Machine, context: int) -> GpuPlan:
     """The plan without a choice: what each GPU lacks, or how many GPUs there would have to be."""
-    most = machine.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
+    most = machine.tensor or max(fit.tensor_degrees(machine.gpus_per_node), default=1)
     largest = degrees_of(fit, most, machine.pipeline or machine.num_nodes, context=context, share=machine.share)
     if largest.missing_bytes:
         refusal = f"{gib(largest.missing_bytes)} a GPU are missing"

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import Watch
 from batchinf.source.files import InputFile, content_hash
 from batchinf.source.formats.base import (
@@ -23,7 +23,6 @@ from batchinf.source.formats.base import (
     SourceFile,
     check_num_rows,
     checked,
-    map_int64,
     spans,
 )
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
@@ -45,7 +44,7 @@ class Arrow(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """See `FileFormat`. Streams, and files whose batches are compressed, are spooled."""
         digest = content_hash(file)
         with pa.memory_map(file.path) as mapped:
@@ -59,18 +58,18 @@ class Arrow(FileFormat):
                     raise InputError(
                         f"{file.name}: more bytes follow the end of its Arrow stream; write one stream"
                     ) from None
-                return FileFindings(digest, num_rows, schema)
+                return scratch.entry(digest, num_rows, schema)
             if not _is_one_file(mapped):
                 raise InputError(f"{file.name}: several Arrow files follow each other in it; write one file")
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch
-                return FileFindings(digest, spool(batches, schema, scratch), schema)
+                return scratch.entry(digest, spool(batches, schema, scratch), schema)
             counts = [checked(batch).num_rows for batch in batches]
             check_num_rows(file.name, sum(counts), counts)
             firsts = np.cumsum([0, *counts]).astype("<i8")
             scratch.create("batches").write(firsts.tobytes())
-            return FileFindings(digest, int(firsts[-1]), schema)
+            return scratch.entry(digest, int(firsts[-1]), schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with pa.memory_map(file.path) as mapped:
@@ -79,7 +78,7 @@ class Arrow(FileFormat):
             except pa.ArrowInvalid:
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return ArrowReader(source_file)
 
 
@@ -165,16 +164,15 @@ class ArrowReader(ColumnarReader):
     def __init__(self, source_file: SourceFile) -> None:
         file = source_file.file
         entry = source_file.entry
-        cache = source_file.cache
         super().__init__(entry.arrow_schema())
         self._name = file.name
-        rows = entry.artifacts.get("rows")
-        self._firsts = map_int64(cache, entry.artifacts["batches"])
+        rows = source_file.artifact("rows")
+        self._firsts = source_file.numbers("batches")
         self._watch: Watch | None = None
         if rows is None and file.path == entry.path:
             self._watch = source_file.digests.watch(entry.content)
             self._watch.check()
-        with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
+        with open(rows or file.path, "rb") as opened:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._reader = pa.ipc.open_file(pa.py_buffer(self._mapped))
         self._num_touched_bytes = 0

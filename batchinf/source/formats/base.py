@@ -3,6 +3,7 @@
 import abc
 import bisect
 import itertools
+import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import pyarrow as pa
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation, content_hash
+from batchinf.source.ranges import RangedFile
 from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each, is_text
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
@@ -119,16 +121,35 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A scanned file of a source, with all that its reader needs."""
+    """A file of the input after its scan, with all that its reader needs."""
 
     file: InputFile
     entry: FileEntry
-    read_types: pa.Schema
-    """All columns of the source with their types when the file was taken in, for `Reader.records` of a format without
-    types."""
     cache: Folder
     digests: ReadDigests
     """For bytes that the scan did not read."""
+
+    @property
+    def name(self) -> str:
+        """Of the file; see `InputFile`."""
+        return self.file.name
+
+    def local_copy(self) -> InputFile:
+        """The cache's copy of a remote file if the scan kept one, else the file."""
+        if (footer := self.artifact("footer")) is not None:
+            return RangedFile(self.name, footer, url=self.entry.path, etag=self.entry.etag, cache=self.cache)
+        copy = self.artifact("content")
+        return self.file if copy is None else InputFile(self.name, copy)
+
+    def artifact(self, role: str) -> str | None:
+        """The path of the artifact with this role; None if there is none."""
+        artifact = self.entry.artifacts.get(role)
+        return None if artifact is None else os.fspath(self.cache.path(artifact.name))
+
+    def numbers(self, role: str) -> npt.NDArray[np.int64]:
+        """An int64 artifact, memory-mapped; empty if there is none."""
+        path = self.artifact(role)
+        return np.zeros(0, np.int64) if path is None else np.memmap(path, np.dtype("<i8"), "r")
 
 
 class FileFormat(abc.ABC):
@@ -145,7 +166,7 @@ class FileFormat(abc.ABC):
     is_scanned_in_order: ClassVar[bool] = True
     # Whether rows are read from ranges of a file that its end names, so that most of a remote file may be left out.
     is_read_by_ranges: ClassVar[bool] = False
-    # Whether `FileFindings.hash` covers each byte; see `FileEntry`.
+    # Whether `FileEntry.hash` covers each byte.
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
     is_often_beside_data: ClassVar[bool] = False
@@ -164,10 +185,11 @@ class FileFormat(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """Read the file once, and write the artifacts that make its rows quick to find to `scratch`.
 
-        A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
+        `scratch.entry` makes the entry. A damaged file may raise any ValueError, LookupError, TypeError or Arrow error;
+        the caller names the file.
         """
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
@@ -179,16 +201,20 @@ class FileFormat(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         """A reader for the file.
+
+        read_types: all columns of the source with their types when the file was taken in, for `Reader.records` of a
+        format without types.
 
         A reader of the input itself, and not of a copy in the cache, raises DriftError if the bytes that it reads are
         not those of the scan; see `Watch`.
         """
 
-    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        """Whether a file has the content of an entry. False for a remote file if that costs as much as the scan."""
-        return content_hash(file) == (entry.digest or entry.hash)
+    def is_same(self, source_file: SourceFile) -> bool:
+        """Whether a file still has the content of its scan. False for a remote one if that costs as much as a scan."""
+        entry = source_file.entry
+        return content_hash(source_file.file) == (entry.digest or entry.hash)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:  # noqa: B027 - most formats refuse nothing
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
@@ -205,7 +231,7 @@ class FileFormat(abc.ABC):
         """Whether the scan of a file needs only its end, for a format with `is_read_by_ranges`."""
         return False
 
-    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+    def prefix(self, source_file: SourceFile, num_bytes: int) -> tuple[str, int] | None:
         """Hash and number of rows of the content's first `num_bytes`, to find rows that were appended after them.
 
         None if a row crosses that place, and for formats that cannot be appended to.
@@ -314,10 +340,3 @@ def spans(firsts: Sequence[int] | npt.NDArray[np.int64], start: int, stop: int) 
         if start < end:
             yield i, start - int(firsts[i]), end - int(firsts[i])
         start = end
-
-
-def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:
-    """An int64 artifact, memory-mapped; empty if there is none."""
-    if artifact is None:
-        return np.zeros(0, np.int64)
-    return np.memmap(cache.path(artifact.name), np.dtype("<i8"), "r")

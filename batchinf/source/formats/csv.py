@@ -20,9 +20,8 @@ import pyarrow.compute as pc
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.base.storage import Folder
 from batchinf.base.text import counted, list_names
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
@@ -83,7 +82,7 @@ class Csv(FileFormat):
     def for_input(self, input: InputLocation) -> FileFormat:
         return Csv(input.csv, input.text_columns)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream)
             rows = _Rows(file, hashed, self._dialect)
@@ -97,7 +96,7 @@ class Csv(FileFormat):
                 f"{rows.hint}"
             )
         schema = with_twins(with_remark(types.schema(), "; ".join(rows.remarks)), rows.twins)
-        return FileFindings(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
+        return scratch.entry(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:
@@ -113,15 +112,15 @@ class Csv(FileFormat):
                 "each file, or narrow the path"
             )
 
-    def reader(self, source_file: SourceFile) -> Reader:
-        return _CsvReader(source_file, self._text_columns)
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
+        return _CsvReader(source_file, read_types, self._text_columns)
 
-    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        with open_bytes(file) as stream:
+    def prefix(self, source_file: SourceFile, num_bytes: int) -> tuple[str, int] | None:
+        with open_bytes(source_file.file) as stream:
             hashed = _Hashed(stream, num_bytes)
             num_rows = 0
             is_open = False
-            for row in _Rows(file, hashed, self._dialect):
+            for row in _Rows(source_file.file, hashed, self._dialect):
                 num_rows += 1
                 is_open = is_open or (isinstance(row, str) and _UNENDED in row)
             end = hashed.end.strip(b"\0")  # in UTF-16 a null byte stands before or after the line end
@@ -454,11 +453,11 @@ def _why_not_text(line: str, encoding: str) -> str:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(self, source_file: SourceFile, text_columns: Sequence[str]) -> None:
-        """text_columns: see `InputLocation`."""
+    def __init__(self, source_file: SourceFile, read_types: pa.Schema, text_columns: Sequence[str]) -> None:
+        """read_types: see `FileFormat.reader`. text_columns: see `InputLocation`."""
         super().__init__(source_file)
         # A column has a number type only if all files have numbers in it.
-        self._columns = {name: source_file.read_types.field(name) for name in self._columns}
+        self._columns = {name: read_types.field(name) for name in self._columns}
         self._columns |= {name: pa.field(name, pa.string()) for name in text_columns if name in self._columns}
         self._columns = {name: as_written(field) for name, field in self._columns.items()}
 

@@ -7,8 +7,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import ReadDigests
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import Lost, MixedTypes, is_utf8
@@ -34,16 +33,16 @@ class Images(FileFormat):
                              "with their URLs in a column, and name it in input.images_column")  # fmt: skip
         return super().for_input(input)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        return FileFindings(_hash(file), 1, _SCHEMA)
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
+        return scratch.entry(_hash(file), 1, _SCHEMA)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(_SCHEMA.names)]
 
-    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        return _hash(file) == entry.hash
+    def is_same(self, source_file: SourceFile) -> bool:
+        return _hash(source_file.file) == source_file.entry.hash
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return _OneRow(source_file)
 
 

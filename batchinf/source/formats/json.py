@@ -5,22 +5,23 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.files import BLOCK_BYTES, BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFile, blocks, grouped, refuse_utf16
 from batchinf.source.formats.base import FileFormat, Reader, SourceFile
 from batchinf.source.formats.lines import (
     FIRST_LINES,
     WHITESPACE,
     LineReader,
-    ScannedJson,
+    add_types,
     json_records,
     parse_json,
     split_lines,
 )
-from batchinf.source.types import MixedTypes
+from batchinf.source.types import JsonTypes, MixedTypes
 
 # Up to the next sign that may begin or end a value, without those in texts: within a value, a comma does not count.
 _OUTSIDE, _WITHIN = (
@@ -37,10 +38,10 @@ class Json(FileFormat):
     mixed_types = MixedTypes.JSON
     is_often_beside_data = True
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         copy = scratch.create("lines")
         offsets = scratch.create("offsets")
-        rows = ScannedJson(scratch)
+        types = JsonTypes(scratch)
         digest = xxhash.xxh3_128()
         size = 0
         num_rows = 0
@@ -48,16 +49,16 @@ class Json(FileFormat):
             ends = size + np.cumsum([len(line) + 1 for line in lines])
             offsets.write(np.array([size, *ends[:-1]], "<i8").tobytes())
             copy.write(b"\n".join([*lines, b""]))
-            rows.add(lines, num_rows)
+            add_types(types, lines, num_rows)
             size = int(ends[-1])
             num_rows += len(lines)
         offsets.write(np.array([size], "<i8").tobytes())
-        return FileFindings(digest.hexdigest(), num_rows, rows.schema())
+        return scratch.entry(digest.hexdigest(), num_rows, types.schema())
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return json_records(list(itertools.islice(_values(blocks(file), file), FIRST_LINES)))
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, split_lines, parse_json, "value")
 
 

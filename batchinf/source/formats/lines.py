@@ -9,16 +9,15 @@ import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.storage import Folder
 from batchinf.base.text import shorten
-from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
+from batchinf.source.cache import FileEntry, Scratch
 from batchinf.source.digests import changed
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -32,8 +31,8 @@ from batchinf.source.files import (
     refuse_utf16,
     stamp_of,
 )
-from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile, map_int64
-from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8, with_remark
+from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, Reader, Record, SourceFile
+from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
 FIRST_LINES = 100  # that are looked at before the scan
@@ -48,19 +47,18 @@ BATCH_COLUMNS = ("custom_id", "method", "url", "body")  # an input that has them
 class LineFormat(FileFormat):
     """A format whose files may grow by appended lines."""
 
-    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+    def prefix(self, source_file: SourceFile, num_bytes: int) -> tuple[str, int] | None:
         digest = xxhash.xxh3_128()
         rest = num_bytes
         end = b""
-        with open(_content(file, entry, cache), "rb") as stream:
+        with open(source_file.artifact("lines") or source_file.file.path, "rb") as stream:
             while rest and (block := stream.read(min(rest, BLOCK_BYTES))):
                 digest.update(block)
                 rest -= len(block)
                 end = block[-1:]
             if rest or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
                 return None
-        offsets = map_int64(cache, entry.artifacts["offsets"])
-        return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
+        return digest.hexdigest(), int(np.searchsorted(source_file.numbers("offsets")[:-1], num_bytes))
 
     def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
         """See `FileFormat`. The places are bytes, so longer lines come a little more often."""
@@ -119,11 +117,6 @@ def index_lines(
         num_rows += int(is_row.sum())
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
-
-
-def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
-    copy = entry.artifacts.get("lines")
-    return os.fspath(cache.path(copy.name)) if copy else file.path
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -216,19 +209,17 @@ class LineReader:
         self._split = split
         self._parse = parse
         self._unit = unit
-        file = source_file.file
-        entry = source_file.entry
-        cache = source_file.cache
-        self._name = file.name
-        self._offsets = map_int64(cache, entry.artifacts["offsets"])
-        self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
+        self._name = source_file.name
+        self._offsets = source_file.numbers("offsets")
+        self._blanks = source_file.numbers("blanks")
+        copy = source_file.artifact("lines")
+        digests = source_file.artifact("digests")
         self._digests: bytes | None = None  # of a copy in the cache, which does not change
-        if "lines" not in entry.artifacts:
-            artifact = entry.artifacts.get("digests")
-            self._digests = b"" if artifact is None else cache.read(artifact.name)
-        self._trusted = entry.stamp
-        self._num_bytes = entry.num_bytes
-        self._file = open(_content(file, entry, cache), "rb", buffering=0)  # noqa: SIM115
+        if copy is None:
+            self._digests = b"" if digests is None else pathlib.Path(digests).read_bytes()
+        self._trusted = source_file.entry.stamp
+        self._num_bytes = source_file.entry.num_bytes
+        self._file = open(copy or source_file.file.path, "rb", buffering=0)  # noqa: SIM115
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
@@ -339,48 +330,31 @@ class JsonLines(LineFormat):
     endings = (".jsonl", ".ndjson")
     mixed_types = MixedTypes.JSON
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        rows = ScannedJson(scratch)
-        on_lines = lambda run, first_row: rows.add(split_lines(run), first_row)  # noqa: E731
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
+        types = JsonTypes(scratch)
+        on_lines = lambda run, first_row: add_types(types, split_lines(run), first_row)  # noqa: E731
         content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
-        return FileFindings(content_hash, num_rows, rows.schema(), num_bytes)
+        return scratch.entry(content_hash, num_rows, types.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
         return json_records(split_lines(run)[:FIRST_LINES])
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, split_lines, parse_json)
 
 
-class ScannedJson:
-    """The columns of the rows of a JSON file. Those beyond the limit go into an artifact."""
+def add_types(types: JsonTypes, lines: Sequence[bytes], first_row: int) -> None:
+    """Add the types of these rows, and a remark on the first object that has a key twice.
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-        self._further: IO[bytes] | None = None
-        self._types = JsonTypes(self._keep_further)
-        self._twice = ""
-        """A remark about the first object that has a key twice."""
-
-    def _keep_further(self, schema: pa.Schema) -> None:
-        self._further = self._further or self._scratch.create(FURTHER_COLUMNS)
-        self._further.write(further_line(schema))
-
-    def add(self, lines: Sequence[bytes], first_row: int) -> None:
-        """Add these rows. first_row: the number of rows before them."""
-        keys: list[str] = []
-        records = json_records(lines, _JSON if self._twice else _noting_twice(keys))
-        self._types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
-        if keys:
-            row = first_row + _first_with_twice(lines)
-            self._twice = (
-                f"row {row:,} has the key {shorten(repr(keys[0]), 60)} twice; of equal keys, the last one counts"
-            )
-
-    def schema(self) -> pa.Schema:
-        """The columns, with a remark about the file if there is one."""
-        return with_remark(self._types.schema(), self._twice)
+    first_row: the number of rows before them.
+    """
+    keys: list[str] = []
+    records = json_records(lines, _JSON if types.remark else _noting_twice(keys))
+    types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
+    if keys:
+        row = first_row + _first_with_twice(lines)
+        types.remark = f"row {row:,} has the key {shorten(repr(keys[0]), 60)} twice; of equal keys, the last one counts"
 
 
 def split_lines(run: bytes) -> list[bytes]:
@@ -473,14 +447,14 @@ class TextLines(LineFormat):
     endings = (".txt", ".text")
     mixed_types = MixedTypes.STRING
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run, row: None, has_blank_rows=True)
-        return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
+        return scratch.entry(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [{_COLUMN: None}]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         return LineReader(source_file, _split_text, _parse_text)
 
 

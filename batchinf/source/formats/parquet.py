@@ -17,8 +17,8 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.text import list_names
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
+from batchinf.source.cache import FileEntry, Scratch
+from batchinf.source.digests import DigestedFile, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, InputLocation, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
@@ -61,7 +61,7 @@ class Parquet(FileFormat):
         super().for_input(input)
         return Parquet(is_shuffled=input.is_shuffled)
 
-    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+    def scan(self, file: InputFile, scratch: Scratch) -> FileEntry:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
         metadata = pq.read_metadata(absolute(file.path))
         schema = _schema_of(file, metadata)
@@ -75,23 +75,25 @@ class Parquet(FileFormat):
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
             num_rows = spool(_batches(file, metadata, batch_rows), schema, scratch)
             check_num_rows(file.name, metadata.num_rows, [num_rows])
-        return FileFindings(_footer_hash(file), metadata.num_rows, schema)
+        return scratch.entry(_footer_hash(file), metadata.num_rows, schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
 
-    def reader(self, source_file: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile, read_types: pa.Schema) -> Reader:
         is_spooled = "rows" in source_file.entry.artifacts
         return ArrowReader(source_file) if is_spooled else _ParquetReader(source_file)
 
-    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
+    def is_same(self, source_file: SourceFile) -> bool:
         """See `FileFormat`. Of a file that is read in place, it reads the footer and the chunks that were read before.
 
         Of a remote file, the footer costs as many requests as the whole file.
         """
+        file = source_file.file
+        entry = source_file.entry
         if file.is_remote or entry.digest:
-            return not file.is_remote and super().is_same(file, entry, digests)
-        return _footer_hash(file) == entry.hash and digests.is_same(entry.content, file)
+            return not file.is_remote and super().is_same(source_file)
+        return _footer_hash(file) == entry.hash and source_file.digests.is_same(entry.content, file)
 
     def has_quick_rows(self, file: InputFile) -> bool:
         return self._is_quick_by_row(pq.read_metadata(absolute(file.path)))
