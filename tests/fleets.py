@@ -9,7 +9,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.model.memory import Fit, Needs
+from batchinf.model.memory import Fit
 from batchinf.planning.gpus import gpu_named
 from batchinf.replica.messages import Launch
 from batchinf.spec.job import JobSpec
@@ -41,7 +41,7 @@ def fleet_of(
         "max_restarts": 1,
         "stall_timeout_s": 60.0,
         "start_timeout_s": 600.0,
-        "settings": EngineSettings(spec, Fit(Needs(None, None))),
+        "settings": EngineSettings(spec, Fit(None, None)),
         "is_cache_warm": True,
     }
     return Fleet(backend, slots, launch, **{**settings, **changes})

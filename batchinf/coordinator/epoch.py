@@ -17,7 +17,7 @@ from batchinf.output.mirror import Mirror
 from batchinf.schedule.predicate import Predicate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Epoch:
     """One start of a coordinator on a job, whose rows can run."""
 
@@ -38,7 +38,7 @@ class Epoch:
     """The file from which it takes rows."""
     mirror: Mirror | None = None
     """Of a job in a bucket."""
-    speeds: list[Speed] = field(default_factory=list)
-    """Of the rows and of each retry that ran, in their order."""
+    speed: Speed | None = None
+    """Of the rows, or of the first retry if no rows were left."""
     stops: list[str] = field(default_factory=list)
     """Requests to stop that came when all rows of a coordinator were done: no retry runs any more."""

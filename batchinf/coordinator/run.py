@@ -274,9 +274,7 @@ def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
         _run_shards(epoch, epoch.job, epoch.state, begins_together=begins_together)
     _run_retries(epoch)
     end_all(epoch.fleet, epoch.manifest)
-    # The few rows of later retries say little of the speed.
-    speed = replace(epoch.speeds[0], run_s=time.monotonic() - began) if epoch.speeds else None
-    epoch.manifest.record(Done(speed))
+    epoch.manifest.record(Done(epoch.speed and replace(epoch.speed, run_s=time.monotonic() - began)))
     epoch.manifest.commit()
 
 
@@ -339,8 +337,8 @@ def _run_shards(
         lines = ended_early_lines(job, committed_state(job.folder))
         raise HopelessJob("\n".join([str(error), *lines])) from None
     fleet.note_cache_warm()
-    if coordinator.work_s is not None and (speed := measured_speed(job.folder, state, fleet, coordinator.work_s)):
-        epoch.speeds.append(speed)
+    if epoch.speed is None and coordinator.work_s is not None:  # the few rows of later retries say little
+        epoch.speed = measured_speed(job.folder, state, fleet, coordinator.work_s)
     if coordinator.requests:  # it came when all rows were done
         epoch.stops.append(coordinator.requests.name)
 

@@ -130,8 +130,8 @@ class Fleet:
     settings: EngineSettings
     """The engine arguments that `launch` uses; the fleet lowers them when memory runs out."""
     is_cache_warm: bool
-    cache_key: str = ""
-    """Of the shared compile cache, for engines of this shape; empty on processors."""
+    cache_key: Callable[[], str] | None = None
+    """Key of the shared compile cache for engines with the settings of the moment; None on processors."""
     retry: int = 0
     """The number of the retry that the incarnations work for; 0 for none."""
     num_incarnations: int = 0
@@ -220,8 +220,8 @@ class Fleet:
 
     def note_cache_warm(self) -> None:
         """Remember for later jobs that an engine of this fleet has compiled to the shared cache."""
-        if self.cache_key and self.is_cache_warm:
-            self.backend.note_cache_warm(self.cache_key)
+        if self.cache_key is not None and self.is_cache_warm:
+            self.backend.note_cache_warm(self.cache_key())
 
     def look_at_starts(self) -> None:
         """Read from the logs of starting replicas what their engines are doing."""

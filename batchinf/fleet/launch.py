@@ -117,7 +117,7 @@ def new_fleet(
 ) -> Fleet:
     """A fleet with no replica started. num_before: incarnations of this epoch so far."""
     spec = job.spec
-    cache_key = _cache_key(job, settings) if devices_of(slots) else ""
+    cache_key = functools.partial(_cache_key, job, settings) if devices_of(slots) else None
     return Fleet(
         backend,
         slots,
@@ -129,7 +129,7 @@ def new_fleet(
         stall_timeout_s=spec.stall_timeout_s,
         start_timeout_s=spec.start_timeout_s,
         settings=settings,
-        is_cache_warm=not cache_key or backend.is_cache_warm(cache_key),
+        is_cache_warm=cache_key is None or backend.is_cache_warm(cache_key()),
         cache_key=cache_key,
         num_incarnations=num_before,
     )

@@ -135,6 +135,10 @@ class FleetReplica:
     """When the last event came, in seconds since 1970; None before the first."""
     earlier: list[Progress] = field(default_factory=list)
     """The last reports of its earlier incarnations."""
+    last_engine: EngineInfo | None = None
+    """Of its last engine that was up."""
+    ready_at: list[float] = field(default_factory=list)
+    """When its engines were up, in seconds of the monotonic clock."""
     failures: int = 0
     """Ends since it last finished a row, without those of lost hosts."""
     host_losses: int = 0
@@ -294,8 +298,9 @@ class FleetReplica:
             case Ready(info):
                 self.state = "running"
                 self.start_detail = ""
-                current.info = info
+                current.info = self.last_engine = info
                 current.ready_at = self.heard_at
+                self.ready_at.append(now)
                 current.reports.append((now, _NO_PROGRESS))
                 current.steps_changed_at = now
                 return event

@@ -41,9 +41,8 @@ def measured_speed(folder: Folder, state: State, fleet: Fleet, work_s: float) ->
     if (status := read_status(folder)) is None:
         return None
     work_s = max(1e-3, work_s)
-    engines = {replica.number: info for replica in fleet.replicas if (info := replica.current.info) is not None}
-    # None is up if the last one died while its parts were uploaded, and starts again.
-    ready_at = [at for replica in fleet.replicas if (at := replica.current.ready_at) is not None] or [0.0]
+    engines = {replica.number: info for replica in fleet.replicas if (info := replica.last_engine) is not None}
+    ready_at = [at for replica in fleet.replicas for at in replica.ready_at]
     num_gpus = len({device for replica in status.replicas for device in replica.devices})
     looks = list(looks_of_epoch(folder, fleet.epoch))
     return Speed(

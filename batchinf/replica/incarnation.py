@@ -340,20 +340,22 @@ def fork_event(num_forks: int) -> threading.Event:
     locks that these hold at the fork. num_forks: how many are to come.
     """
     event = threading.Event()
-    process_id = os.getpid()
+    to_set = [event] if num_forks == 1 else []
+
+    def after_in_child() -> None:
+        # If the child forks in turn: no thread waits there, and one may have held the event's lock at the fork.
+        to_set.clear()
+        # Tokenizers read it at each call. With "true" they would wait for threads that only the parent has.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def after_in_parent() -> None:
-        # A child that forks in turn has no threads that wait, and one may have held the event's lock at the fork.
-        if os.getpid() == process_id:
-            event.set()
+        for waited_for in to_set:
+            waited_for.set()
 
     if num_forks == 0:
         event.set()
     else:
-        # Tokenizers read it at each call. With "true" they would wait for threads that only the parent has.
-        os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
-    if num_forks == 1:
-        os.register_at_fork(after_in_parent=after_in_parent)
+        os.register_at_fork(after_in_child=after_in_child, after_in_parent=after_in_parent)
     return event
 
 

@@ -16,6 +16,7 @@ from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
+from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.job.job import PreparedJob
 from batchinf.model.memory import fit_of
 from batchinf.model.model import resolve
@@ -135,3 +136,19 @@ def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(
     assert new_fleet(tmp_path, jobs.MODEL).is_cache_warm
     assert not new_fleet(tmp_path, elsewhere).is_cache_warm
     assert not new_fleet(tmp_path, jobs.MODEL, max_num_seqs=7).is_cache_warm
+
+
+def test_engines_that_were_lowered_make_the_cache_warm_for_lowered_ones(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    fleet = new_fleet(tmp_path, jobs.MODEL, max_num_seqs=64)
+    fleet.settings.launch_spec("000001.0001")
+    verdict = fleet.settings.judge(0, "000001.0001", OutOfMemory("batch", "CUDA out of memory"), was_up=False)
+    assert verdict.step_down
+    fleet.is_cache_warm = True
+    fleet.note_cache_warm()
+    lowered = fleet.settings.engine["max_num_seqs"]
+    assert lowered < 64
+    assert new_fleet(tmp_path, jobs.MODEL, **fleet.settings.engine).is_cache_warm
+    assert not new_fleet(tmp_path, jobs.MODEL, max_num_seqs=64).is_cache_warm

@@ -367,8 +367,8 @@ def hold_against_vllm(
         counts["masked"] += bool(result[2])
         return result
 
-    def count_quiet(scheduled: dict[str, int], *rest: Any) -> Any:
-        result = add_tokens(scheduled, *rest)
+    def count_quiet(scheduled: dict[str, int], *rest: Any, **named: Any) -> Any:
+        result = add_tokens(scheduled, *rest, **named)
         counts["quiet"] += len(scheduled) - len(result)
         return result
 

@@ -325,3 +325,5 @@ def test_an_incarnation_knows_nothing_of_the_one_before() -> None:
     assert (replica.is_up, replica.state, replica.status().busy) == (False, "starting", None)
     assert (replica.num_open_rows, replica.window_rows) == (0, 1)
     assert replica.status().num_rows == 12  # of all incarnations
+    # For the speed of the run: the engine may start again when the last part is committed.
+    assert (replica.last_engine, replica.ready_at) == (READY.engine, [0.0])

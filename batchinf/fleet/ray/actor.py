@@ -185,6 +185,7 @@ class ReplicaActor:
                 self._first = max(self._first, num_received)
                 events = tuple(self._events)
                 in_flight = self._new_in_flight()
+                looks = self._backend.device_looks(self._gpus)  # the first call starts a thread
             if events or has_ended or in_flight is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
@@ -192,7 +193,7 @@ class ReplicaActor:
             first=self._first,
             events=events,
             in_flight=in_flight,
-            looks=self._backend.device_looks(self._gpus),
+            looks=looks,
             start_activity=self._activity,
             has_ended=has_ended,
         )

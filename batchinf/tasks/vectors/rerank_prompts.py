@@ -238,7 +238,8 @@ class RerankPrompts(PromptBuilder):
             request = self._reader.read_row(row)
         except RowFailed as failed:
             return RowRequest(error=failed.error)
-        return RowRequest(text="\n".join([*request.queries, *request.documents]))
+        text = "\n".join([*request.queries, *request.documents])
+        return RowRequest(text=text, adds_special_tokens=self._encoder is self._with_special)
 
 
 def _check_limits(request: RerankRequest, max_model_len: int | None) -> None:

@@ -12,7 +12,7 @@ MB of token ids.
 
 import copy
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -422,11 +422,11 @@ class HoldingMixin:
         return messages
 
     def _add_tokens(
-        self, scheduled: dict[str, int], given: Any, rows_of: Any, accepted: Set[str] = frozenset()
+        self, scheduled: dict[str, int], given: Any, rows_of: Any, *, are_accepted: bool = False
     ) -> dict[str, int]:
         """Give each request of the loops its token, and `rows_of` its row. Returns the tokens of the others.
 
-        accepted: those of the requests whose grammars have accepted their tokens already.
+        are_accepted: whether the grammars of all have accepted their tokens already.
         """
         others: dict[str, int] = {}
         sampled, index = given.sampled_token_ids, given.req_id_to_index
@@ -444,7 +444,7 @@ class HoldingMixin:
             if len(known) + 1 >= held.loops_until or len(token_ids) != 1 or token_ids[0] in held.stop_ids:
                 others[name] = num_tokens
                 continue
-            if request.structured_output_request is not None and name not in accepted:
+            if request.structured_output_request is not None and not are_accepted:
                 asked[name] = request, token_ids[0]
                 continue
             known.append(token_ids[0])
@@ -462,13 +462,13 @@ class HoldingMixin:
             rows.append(row if starts is None else starts[row])
         if asked:
             accepted = self._accepted(asked)
-            self._add_tokens(dict.fromkeys(accepted, 1), given, rows_of, accepted)
-            if refused := asked.keys() - accepted:  # in the order of the step, in which vLLM ends requests
+            self._add_tokens(accepted, given, rows_of, are_accepted=True)
+            if refused := asked.keys() - accepted.keys():  # in the order of the step, in which vLLM ends requests
                 others = {name: number for name, number in scheduled.items() if name in others or name in refused}
         return others
 
-    def _accepted(self, asked: dict[str, tuple[Any, int]]) -> set[str]:
-        """Advance the grammars of requests by a token each. Returns the names of those that accepted it.
+    def _accepted(self, asked: dict[str, tuple[Any, int]]) -> dict[str, int]:
+        """Advance the grammars of requests by a token each. Returns those that accepted it, with their one token.
 
         Where one did not, vLLM asks again, is refused too, and ends the request.
         """
@@ -480,7 +480,7 @@ class HoldingMixin:
                 answers[name] = grammar.accept_tokens(name, [token_id])
             if not answers[name]:
                 grammar.accept_tokens = lambda *_: False  # that of guidance accepts all after it has refused one
-        return {name for name, is_accepted in answers.items() if is_accepted}
+        return {name: 1 for name in asked if answers[name]}
 
     def _hold(self, outputs: list[Any], index: dict[str, int], step: Any, rows_of: Any) -> list[Any]:
         """The outputs of a step that are sent now: of finished requests, pieces of long outputs, and first outputs.
