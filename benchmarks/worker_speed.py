@@ -10,6 +10,7 @@ sequences this allows a million tokens a second.
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import shutil
@@ -144,7 +145,8 @@ def thread_times() -> dict[str, float]:
     times: dict[str, float] = {}
     for task in pathlib.Path("/proc/self/task").iterdir():
         name = names.get(int(task.name), "libraries")
-        times[name] = times.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            times[name] = times.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
     return times
 
 
