@@ -102,21 +102,21 @@ class Rates:
         """Prompt and output tokens a second; None before the first token."""
         if not self._looks or not any(self._looks[-1][1:]):
             return None
-        _, prompt_per_s, output_per_s = self._per_s
-        return prompt_per_s, output_per_s
+        return self._per_s(2), self._per_s(3)
 
     def left_s(self, num_rows: int, num_in_flight: int) -> float | None:
         """Seconds for `num_rows` output rows; None until the engines have answered as many rows as they now hold."""
         if not self._looks:
             return None
         num_answered = self._looks[-1][1]
-        rows_per_s, _, _ = self._per_s
+        rows_per_s = self._per_s(1)
         return num_rows / rows_per_s if rows_per_s > 0 and num_answered >= num_in_flight else None
 
-    @property
-    def _per_s(self) -> Iterator[float]:
-        (began, *first), (ended, *last) = self._looks[0], self._looks[-1]
-        return (max(0, now - before) / max(ended - began, 1e-3) for before, now in zip(first, last, strict=True))
+    def _per_s(self, place: int) -> float:
+        """The rate of what stands at this place of a look."""
+        first = self._looks[0]
+        last = self._looks[-1]
+        return max(0, last[place] - first[place]) / max(last[0] - first[0], 1e-3)
 
 
 def write_status(folder: Folder, status: JobStatus) -> None:

@@ -112,7 +112,13 @@ class Answers:
         if self._reasoner is None and structure is None:
             # Nearly all results are so. `replace` would take 4 µs of each, this takes 1.6 µs.
             return Result(
-                result.prompt, result.request_index, result.num_requests, completion, whole, None, result.attempts
+                prompt=result.prompt,
+                request_index=result.request_index,
+                num_requests=result.num_requests,
+                completion=completion,
+                text=whole,
+                error=None,
+                attempts=result.attempts,
             )
         text: str | None = whole
         reasoning = None

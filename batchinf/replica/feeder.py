@@ -52,9 +52,15 @@ class PendingRequest:
 
     def result(self, completion: Completion | None, error: RowError | None = None) -> tuple[OpenLease, Result]:
         """The request's result, whose text is not read yet, with its lease. error: in place of a completion."""
-        index = self.request.request_index
-        attempts = self.lease.lease.attempts
-        return self.lease, Result(self.prompt, index, self.num_requests, completion, None, error, attempts)
+        return self.lease, Result(
+            prompt=self.prompt,
+            request_index=self.request.request_index,
+            num_requests=self.num_requests,
+            completion=completion,
+            text=None,
+            error=error,
+            attempts=self.lease.lease.attempts,
+        )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
