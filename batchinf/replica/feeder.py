@@ -25,12 +25,14 @@ from batchinf.replica.messages import CONDEMNED, Assign, Event, Key, LeaseBegun,
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task, seed_of
 
-# Rows read and tokenised at once: enough for a tokenizer's threads, and little memory.
-ROWS_AT_ONCE = 256
+# Rows read at once: little memory.
+_ROWS_AT_ONCE = 256
 # Of rows with images, whose files may be in the rows.
 _IMAGE_ROWS_AT_ONCE = 16
 _BYTES_A_TOKEN = 36
-# Requests put at once, or a few more, so that the engine's thread wakes once for them; fewer if they have images.
+# Rows tokenised at once: enough for a tokenizer's threads, and an engine that has just started waits only for so many.
+# Of their requests, so many or a few more are put at once, so that the engine's thread wakes once for them; fewer if
+# they have images.
 _PUT_ITEMS = 64
 _PUT_BYTES = 8 << 20
 # A result that is an error, with its message.
@@ -93,7 +95,7 @@ class Feeder(threading.Thread):
         self._trials: deque[Trial] = deque()
         self._opened: dict[Key, OpenLease] = {}  # by trials, which run only some of their rows
         self._condemned: dict[int, str] = {}
-        self._rows_at_once = ROWS_AT_ONCE if self.images is None else _IMAGE_ROWS_AT_ONCE
+        self._rows_at_once = _ROWS_AT_ONCE if self.images is None else _IMAGE_ROWS_AT_ONCE
         self._changed = threading.Condition()
         self._is_stopping = False
         self.error: BaseException | None = None
@@ -192,11 +194,15 @@ class Feeder(threading.Thread):
             return
         faults.point("feeder.read")
         builder = self._builder
-        rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
-        prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], self.max_model_len)
-        if self.images is not None:
-            self.images.expect(prompts)
-        self._put_requests(opened, prompts)
+        read = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
+        rows = [row for row in read if not opened.is_finished(row.row_index)]
+        for first in range(0, len(rows), _PUT_ITEMS):
+            if self._is_stopping:
+                return
+            prompts = builder.build(rows[first : first + _PUT_ITEMS], self.max_model_len)
+            if self.images is not None:
+                self.images.expect(prompts)
+            self._put_requests(opened, prompts)
 
     def _put_requests(self, opened: OpenLease, prompts: Iterable[Prompt]) -> None:
         """Put the requests of these prompts into the queue, several at once."""
