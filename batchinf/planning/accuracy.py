@@ -23,7 +23,7 @@ _RECURRENT = SpeedRange("models with recurrent layers", 0.42, 0.92)
 _EXPERTS = SpeedRange("models with experts", 0.91, 1.14)
 _PIPELINE = SpeedRange("pipelines", 0.99, 1.09)
 _PROMPTS = SpeedRange("jobs that only read prompts", 0.81, 1.03)
-_SMALL = SpeedRange("models below 4 GiB", 0.73, 0.92)
+_SMALL = SpeedRange("models below 4 GiB", 0.72, 1.01)
 _OTHERS = SpeedRange("dense models", 0.99, 1.09)
 
 
