@@ -52,6 +52,7 @@ def jsonl_lines(rows: list[dict[str, object]]) -> tuple[bytes, Records]:
         if i % 25 == 9:
             for broken, why in [
                 (b'{"id": 1 "prompt": 2}', "not JSON: Expecting ',' delimiter at character 10"),
+                (b'{"prompt": "a\tb"}', "not JSON: Invalid control character at character 14"),
                 (b'{"id": 1', "not JSON"),
                 (b'{"id": 1} {"id": 2}', "not JSON: Extra data"),
                 (b"[1, 2]", "not a JSON object but an array"),

@@ -370,5 +370,5 @@ def check_unicode(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        place = f"U+{ord(text[error.start]):04X} at character {error.start + 1:,}"
         raise RowFailed("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {place}") from None

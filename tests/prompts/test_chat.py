@@ -231,7 +231,7 @@ EXPECTED = "expected a list of messages, or JSON text of one"
         ([{"role": "user", "content": [{"type": "text", "text": "a", "image": "x.png"}]}], "invalid_messages",
          "column 'chat', message 0: got 'image' in a part of type 'text'; give the image a part of its own"),
         ([{"role": "user", "content": "\ud800"}], "invalid_unicode",
-         "the prompt is not valid Unicode: lone surrogate U+D800 at character 24"),
+         "the prompt is not valid Unicode: lone surrogate U+D800 at character 25"),
         ([FEW_SHOT[0], FEW_SHOT[0]], "template_error", "the chat template failed at line 11: After the optional system "
          "message, conversation roles must alternate user/assistant"),
     ],

@@ -99,7 +99,7 @@ def build(values: list[Any], max_model_len: int | None = 512, tokenizer: Any = B
         (
             Row(0, {"prompt": "abc\ud800"}),
             "invalid_unicode",
-            "the prompt is not valid Unicode: lone surrogate U+D800 at character 3",
+            "the prompt is not valid Unicode: lone surrogate U+D800 at character 4",
         ),
         (
             Row(0, {"prompt": "%" * 1203}),
@@ -325,7 +325,7 @@ def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) 
         ("{{ nothing }}{{ q }}", "null_prompt", "the template prints a null (null here: nothing); {{ x or '' }} would "
          "print nothing"),
         ("{% if not q %}{{ q }}{% endif %}", "empty_prompt", "the prompt is an empty string"),
-        ("{{ bad }}", "invalid_unicode", "the prompt is not valid Unicode: lone surrogate U+DC80 at character 0"),
+        ("{{ bad }}", "invalid_unicode", "the prompt is not valid Unicode: lone surrogate U+DC80 at character 1"),
         ("{{ q[bad] }}", "template_error", "the template failed at line 1: 'str object' has no attribute '\\udc80'"),
     ],
 )  # fmt: skip

@@ -200,7 +200,7 @@ ERRORS = [
     ({"x": 3}, "wrong_type", "got a value of type int in column 'x'; expected a list of texts"),
     ({"x": ["a", 3]}, "wrong_type", "got a value of type int in choice 1 of column 'x'; expected text"),
     ({"x": ["a", "\ud800"]}, "invalid_unicode",
-     "choice 1 of column 'x' is not valid Unicode: lone surrogate U+D800 at character 0"),
+     "choice 1 of column 'x' is not valid Unicode: lone surrogate U+D800 at character 1"),
 ]  # fmt: skip
 
 WRONG_ANSWERS = [

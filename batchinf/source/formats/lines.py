@@ -411,7 +411,8 @@ def parse_json(line: bytes, decoder: json.JSONDecoder = _JSON) -> dict[str, obje
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        reason = error.msg.removesuffix(" at")  # some of Python's reasons end with it
+        raise ValueError(f"not JSON: {reason} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:  # an integer of more than 4,300 digits
