@@ -347,6 +347,7 @@ class Changes:
         a, b = _pair(rows, "error_type")
         columns |= {"error_type_a": a, "error_type_b": b}
         is_error, is_other_error = (np.asarray(errors.is_valid()) for errors in (a, b))
+        is_changed |= is_error != is_other_error  # an error row may keep an equal output
         self._counts.update(
             num_both=rows.num_rows,
             num_changed=int(np.count_nonzero(is_changed)),

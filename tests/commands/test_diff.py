@@ -142,6 +142,19 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     assert set(table["logprobs_max_abs_delta"].drop_null().to_pylist()) == {0.25}
 
 
+def test_an_error_of_one_job_that_keeps_its_output(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "c")
+
+    def change(table: pa.Table) -> pa.Table:
+        types = pa.array([None, "structure_error", *[None] * (len(table) - 2)])
+        return table.set_column(table.schema.get_field_index("error_type"), "error_type", types)
+
+    rewrite(tmp_path / "c" / "out", change)
+    lines = said(folder / "a", tmp_path / "c", num_examples=1)
+    assert lines[0] == "outputs: 5 of 120 changed (4.17%), by text"
+    assert lines[-1] == "    error_type nothing -> structure_error"
+
+
 def extended(job: pathlib.Path, to: pathlib.Path, later: str) -> pathlib.Path:
     """A copy of a job that has taken in a later version of its input, with this fingerprint."""
     shutil.copytree(job, to)
