@@ -255,6 +255,8 @@ class Results:
 
     def _of_good_rows(self, values: Sequence[Any], otherwise: Any) -> Sequence[Any]:
         """The values with `otherwise` at error rows, which may keep a text. Those of another length are as they are."""
+        if isinstance(values, pa.Array | pa.ChunkedArray):
+            values = values.to_pylist()  # Arrow's null is no None
         errors = self.table(["error_type"]).column(0).is_valid().to_pylist()
         if len(values) != len(errors) or not any(errors):
             return values

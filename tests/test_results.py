@@ -64,6 +64,9 @@ def test_error_rows_have_no_vote_whatever_they_keep(tmp_path: pathlib.Path) -> N
     assert sum(vote.num_votes for vote in results.majority(["yes"] * 160)) == num_good
     good = {text for text, error in zip(*(column.to_pylist() for column in rows.columns), strict=True) if error is None}
     assert {vote.answer for vote in results.majority("text")} <= {*good, None}
+    assert results.majority(results.table(["text"])["text"]) == results.majority("text")
+    with pytest.raises(OutputError, match="answers: got a list; must be texts, numbers or tuples"):
+        results.majority("token_ids")
     assert results.pass_at_k([True] * 160).value == pytest.approx(num_good / 160)
 
 

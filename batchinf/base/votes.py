@@ -52,6 +52,8 @@ def majority(rows: npt.NDArray[np.int64], answers: Sequence[Hashable]) -> list[V
     for row, answer in zip(rows.tolist(), answers, strict=True):
         votes = counts.setdefault(row, Counter())
         sizes[row] += 1
+        if not isinstance(answer, Hashable):
+            raise OutputError(f"answers: got a {type(answer).__name__}; must be texts, numbers or tuples")
         if not _is_missing(answer):
             votes[answer] += 1
     found = []
