@@ -101,7 +101,7 @@ def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], re
     streams = [files.open(name) for name in _names(form, request)]
     writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
     num_rows = 0
-    for number, batch in _pieces(rows, len(job.results), len(writers)):
+    for number, batch in _pieces(rows, len(writers)):
         writers[number].write(batch)
         num_rows += batch.num_rows
     for writer in writers:
@@ -156,11 +156,9 @@ def _error_name(form: type[Format], request: ExportRequest) -> str | None:
     return f"{base}.errors{ending}"
 
 
-def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches, each with the number of its file. The rows of one `row_index` are in one file.
-
-    num_rows: of the output. Each file has as many of them, before an expression chooses rows.
-    """
+def _pieces(rows: Rows, num_files: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches, each with the number of its file: as many rows in each, and those of one `row_index` in one file."""
+    num_rows = rows.count() if num_files > 1 else 0
     number = 0
     seen = 0
     last = None

@@ -46,6 +46,13 @@ class Rows:
             return pa.field(name, column.type)
         return self._results.schema.field(name)
 
+    def count(self) -> int:
+        """How many rows there are. Reads the columns of `where`."""
+        if self._where is None:
+            return self._results.num_rows
+        batches = self._results.batches(self._where.columns)
+        return sum(int(self._where.mask(pa.Table.from_batches([batch])).sum()) for batch in batches)
+
     def batches(self) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch]]:
         """The rows with their positions in the input, about 8 MB at a time. A row that is larger comes alone."""
         batches = self._chosen()

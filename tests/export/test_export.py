@@ -153,6 +153,12 @@ def test_a_dataset_is_read_by_datasets(sampled: pathlib.Path, tmp_path: pathlib.
     assert dataset["logprobs"][:] == [row["logprobs"] for row in stored(sampled)]
 
 
+def test_files_have_as_many_of_the_chosen_rows(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    exported(sampled, tmp_path / "rows.jsonl", where="row_index < 12 and sample_index = 0", num_files=3)
+    files = [lines_of(tmp_path / f"rows-{n:05}-of-00003.jsonl") for n in range(3)]
+    assert [[row["row_index"] for row in rows] for rows in files] == [[*range(n, n + 4)] for n in (0, 4, 8)]
+
+
 def test_the_card_of_a_dataset_says_what_it_has(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
     exported(sampled, tmp_path / "data", to="hf", where="sample_index = 0")
     assert pq.read_table(tmp_path / "data" / "data").num_rows == NUM_ROWS
