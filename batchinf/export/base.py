@@ -1,7 +1,6 @@
 """What a format of an export is: it writes batches of rows to a binary stream."""
 
 import abc
-import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import IO, Any, ClassVar
 import msgspec
 import pyarrow as pa
 
+from batchinf.base.parquet import readable_rows
 from batchinf.export.tokens import TokenTexts
 from batchinf.manifest.versions import stored_spec
 from batchinf.results import Results
@@ -95,9 +95,16 @@ def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def values_of(column: pa.Array) -> list[Any]:
-    """The values of a column. A time in nanoseconds is its text, because Python's times end at the microsecond."""
+    """The values of a column. A time in nanoseconds is its text, because Python's times end at the microsecond.
+
+    So is a value that Python cannot build, such as a time after the year 9999.
+    """
     type = _with_text_of_times(column.type)
-    values: list[Any] = (column if type == column.type else column.cast(type)).to_pylist()
+    column = column if type == column.type else column.cast(type)
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        return [row["value"] for row in readable_rows(pa.table({"value": column}))]
     return values
 
 
@@ -114,7 +121,7 @@ def _with_text_of_times(type: pa.DataType) -> pa.DataType:
 
 def _json_value(value: object) -> str:
     """Of types that are unknown to the encoder, such as a time in nanoseconds."""
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_json_value)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
-from batchinf.export.base import ExportedJob, Format, json_lines
+from batchinf.export.base import ExportedJob, Format, json_lines, rows_of
 from batchinf.export.tokens import token_columns, tokens_of
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -77,7 +77,7 @@ class OpenAIBatchExport(Format):
 
     def write(self, batch: pa.RecordBatch) -> None:
         """See `Format`. The samples of the last row wait for others, which may come in the next batch."""
-        rows = [*self._held, *batch.to_pylist()]
+        rows = [*self._held, *rows_of(batch)]
         groups = [tuple(samples) for _, samples in itertools.groupby(rows, lambda row: row["row_index"])]
         self._held = groups.pop() if groups else ()
         self._write(groups)

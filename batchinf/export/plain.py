@@ -73,7 +73,8 @@ class CsvExport(Format):
 
 def _becomes_text(type: pa.DataType) -> bool:
     """Whether values of a type are JSON text in a field, because CSV has no such values."""
-    return bool(pa.types.is_nested(type) or pa.types.is_binary(type) or pa.types.is_large_binary(type))
+    is_bytes = pa.types.is_binary(type) or pa.types.is_large_binary(type) or pa.types.is_fixed_size_binary(type)
+    return bool(is_bytes or pa.types.is_nested(type))
 
 
 def _text(value: Any) -> str | None:

@@ -390,28 +390,34 @@ def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
         "number": [float("nan"), float("inf")],
         "time": pa.array([3_723_000_000_005, None], pa.time64("ns")),
         "times": pa.array([[{"t": 3_723_000_000_005}], None], pa.list_(pa.struct([("t", pa.time64("ns"))]))),
+        "far": pa.array([253_402_300_800_000, None], pa.timestamp("ms")),
+        "span": pa.array([1_000_000_005, None], pa.duration("ns")),
+        "code": pa.array([b"\xff\x00", None], pa.binary(2)),
     })  # fmt: skip
     pq.write_table(table, tmp_path / "in.parquet")
     spec = jobs.spec_of(
         tmp_path,
         input={"path": str(tmp_path / "in.parquet"), "id_column": None},
-        output={"keep_columns": ["data", "at", "exact", "number", "time", "times"]},
+        output={"keep_columns": ["data", "at", "exact", "number", "time", "times", "far", "span", "code"]},
     )
     jobs.finish(spec)
-    columns = ("data", "at", "exact", "number", "time", "times")
+    columns = ("data", "at", "exact", "number", "time", "times", "far", "span", "code")
     done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=columns)
     first, second = lines_of(tmp_path / "rows.jsonl")
     text = base64.b64encode(b"\xff\x00").decode()
     exact = "2026-01-02T03:04:05.000000001"
     time = "01:02:03.000000005"
     at = "2026-01-02T03:04:05"
-    assert first == {"data": text, "at": at, "exact": exact, "number": None, "time": time, "times": [{"t": time}]}
+    times = {"at": at, "exact": exact, "time": time, "times": [{"t": time}], "span": "P0DT0H0M1.000000005S"}
+    # Python has no times after the year 9999.
+    assert first == {**times, "data": text, "number": None, "far": "253402300800000 (timestamp[ms])", "code": text}
     assert second == dict.fromkeys(columns)
     exported(tmp_path / "out", tmp_path / "rows.csv", columns=columns)
     assert (tmp_path / "rows.csv").read_text().splitlines() == [
-        '"data","at","exact","number","time","times"',
-        f'"{text}",2026-01-02 03:04:05.000000,2026-01-02 03:04:05.000000001,nan,{time},"[{{""t"":""{time}""}}]"',
-        ",,,inf,,",
+        '"data","at","exact","number","time","times","far","span","code"',
+        f'"{text}",2026-01-02 03:04:05.000000,2026-01-02 03:04:05.000000001,nan,{time},"[{{""t"":""{time}""}}]",'
+        f'10000-01-01 00:00:00.000,1000000005,"{text}"',
+        ",,,inf,,,,,",
     ]  # fmt: skip
     assert done.notes == ()
 
