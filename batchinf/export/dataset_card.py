@@ -5,7 +5,7 @@ import yaml
 from batchinf.base.paths import shown_url
 from batchinf.base.text import counted, short_count
 from batchinf.export.base import ExportedJob
-from batchinf.export.huggingface import DATA, job_mark
+from batchinf.export.huggingface import job_mark
 from batchinf.results import Results
 
 
@@ -36,8 +36,8 @@ def card_of(job: ExportedJob, num_rows: int, where: str | None, *, split: str, i
     }
     if job.spec.scripted is not None:
         facts["answers"] = "invented by the scripted engine"
-    data = [{"config_name": "default", "data_files": [{"split": split, "path": f"{DATA}/*.parquet"}]}]
-    head = yaml.safe_dump({"configs": data, "tags": ["batchinf"]}, sort_keys=False)
+    # Without `configs`: with them, `datasets` takes its copy of another folder of the same name for this one.
+    head = yaml.safe_dump({"tags": ["batchinf"]})
     own = job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     if "://" in str(path := own["input"].get("path", "")):
         own["input"]["path"] = shown_url(path)  # a URL may have a key in its query

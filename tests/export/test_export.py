@@ -151,6 +151,12 @@ def test_a_dataset_is_read_by_datasets(sampled: pathlib.Path, tmp_path: pathlib.
     dataset = load_dataset(str(tmp_path / "data set"), split="train", cache_dir=str(tmp_path / "cache"))
     assert dataset["id"][:] == [row["id"] for row in stored(sampled)]
     assert dataset["logprobs"][:] == [row["logprobs"] for row in stored(sampled)]
+    # Another export in a folder of the same name, or in the same one.
+    for folder, where, num_rows in (("a", "true", 180), ("b", "row_index = 0", 3), ("b", "row_index < 2", 6)):
+        path = tmp_path / folder / "data set"
+        exported(sampled, path, to="hf", where=where, split="new.1", overwrites=True)
+        [(split, rows)] = load_dataset(str(path), cache_dir=str(tmp_path / "cache")).items()
+        assert (split, len(rows)) == ("new.1", num_rows)
 
 
 def test_files_have_as_many_of_the_chosen_rows(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -163,7 +169,7 @@ def test_the_card_of_a_dataset_says_what_it_has(sampled: pathlib.Path, tmp_path:
     exported(sampled, tmp_path / "data", to="hf", where="sample_index = 0")
     assert pq.read_table(tmp_path / "data" / "data").num_rows == NUM_ROWS
     card = (tmp_path / "data" / "README.md").read_text(encoding="utf-8")
-    assert yaml.safe_load(card.split("---")[1])["configs"][0]["data_files"][0]["split"] == "train"
+    assert yaml.safe_load(card.split("---")[1]) == {"tags": ["batchinf"]}
     facts = (f"| model | `{jobs.MODEL}` |", "| rows | 60, those with `sample_index = 0` |", "n: 3")
     for fact in (*facts, batchinf.open(sampled).job_id):
         assert fact in card
