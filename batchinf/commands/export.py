@@ -1,5 +1,6 @@
 """`batchinf export`: the output of a job in another format, in the order of the input."""
 
+import glob
 import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
@@ -75,8 +76,10 @@ def export_job(out: str, request: ExportRequest) -> Exported:
     _check_columns(request.columns, [*schema.names, *computed])
     notes += _notes(job, request, computed)
     rows = Rows(job.results, form.columns(request.columns, job.results), request.where, computed=computed)
-    if form is HuggingFaceExport and not request.overwrites:
-        check_is_free(os.path.join(request.path, CARD))  # it is written last
+    if form is HuggingFaceExport:
+        _check_alone(request.path, _names(form, request))
+        if not request.overwrites:
+            check_is_free(os.path.join(request.path, CARD))  # it is written last
     with Files(overwrites=request.overwrites) as files:
         num_rows = _write(job, rows, files, form=form, request=request)
         if form is HuggingFaceExport:
@@ -116,6 +119,15 @@ def _check_fits(form: type[Format], request: ExportRequest) -> None:
     check_target(request.path)
     if form is HuggingFaceExport and is_bucket(request.path):
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and upload it with `hf upload`")
+
+
+def _check_alone(folder: str, names: Sequence[str]) -> None:
+    """Raise UserError if the folder has other files of rows than these."""
+    there = glob.glob(os.path.join(glob.escape(folder), DATA, "*.parquet"))
+    if others := sorted({*there} - {*names}):
+        raise UserError(
+            f"-o: {others[0]} is there already, and `datasets` reads its rows, too; delete it, or give another folder"
+        )
 
 
 def _check_columns(columns: Sequence[str], names: Sequence[str]) -> None:

@@ -157,6 +157,8 @@ def test_a_dataset_is_read_by_datasets(sampled: pathlib.Path, tmp_path: pathlib.
         exported(sampled, path, to="hf", where=where, split="new.1", overwrites=True)
         [(split, rows)] = load_dataset(str(path), cache_dir=str(tmp_path / "cache")).items()
         assert (split, len(rows)) == ("new.1", num_rows)
+    with pytest.raises(UserError, match=r"train-00000-of-00004.parquet is there already, and `datasets` reads"):
+        exported(sampled, tmp_path / "data set", to="hf", overwrites=True)
 
 
 def test_files_have_as_many_of_the_chosen_rows(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
