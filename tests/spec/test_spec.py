@@ -108,6 +108,7 @@ def test_only_model_input_and_output_must_be_there():
         ("no", "no"), ("off", "off"), ("yes", "yes"), ("y", "y"), ("012", "012"), ("12:30", "12:30"),
         ("1_000", "1_000"), ("0b11", "0b11"), ("2024-01-01", "2024-01-01"), ("=", "="), ("<<", "<<"), ("'5'", "5"),
         ("!!str 5", "5"), ("!!float 5", 5.0), ("1e3x", "1e3x"), ("[1, a]", [1, "a"]), ("9" * 101, "9" * 101),
+        (r'"\ud83d\ude00"', "😀"), (r'{"\ud83d\ude00": 1}', {"😀": 1}),
     ],
 )  # fmt: skip
 def test_scalars_are_read_as_in_yaml_1_2(written, value):
