@@ -36,7 +36,12 @@ from batchinf.commands.validate.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.run import run_job
-from batchinf.engines.installed import check_sampling_fields, check_structures_config, engine_argument_names
+from batchinf.engines.installed import (
+    check_engine_types,
+    check_sampling_fields,
+    check_structures_config,
+    engine_argument_names,
+)
 from batchinf.fleet.launch import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results, open
@@ -305,6 +310,7 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
     file = read_spec(spec, overrides)
     if file.spec.scripted is None:
         check_engine_arguments(file, engine_argument_names())
+        check_engine_types(file)
         check_sampling_fields(file)
     check_structures_config(file)
     return SpecFile(file.spec, file.locations, file.path, slice)

@@ -68,8 +68,13 @@ def shorten(text: str, most: int) -> str:
 
 def clip(text: str, length: int = 60) -> str:
     """At most `length` characters in one line, with control characters escaped."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
+    shown = escaped(text[: length + 1])
     return shown if len(text) <= length else f"{shown[:length]}…"
+
+
+def escaped(text: str) -> str:
+    """The text with Python's escapes for characters that cannot be printed."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 _SCREEN_LINES = 40

@@ -110,7 +110,12 @@ _STRUCTURES_CONFIG = "structured_outputs_config"
 _BACKENDS_OF = {"disable_any_whitespace": ("xgrammar", "guidance"), "disable_additional_properties": ("guidance",)}
 # Types in vLLM's source that are checked: the value's type, and its name in a spec. vLLM would also take numbers and
 # texts such as "yes" for true or false; a spec does not.
-_TYPES = {"bool": (bool, "true or false"), "str": (str, "text")}
+_TYPES: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "str": (str, "text"),
+    "int": (int, "a whole number"),
+    "float": (int | float, "a number"),
+}
 
 
 @functools.cache
@@ -140,10 +145,23 @@ def check_structures_config(file: SpecFile) -> None:
     for name, value in config.items():
         if name not in fields:
             raise file.error(f"{place}.{name}", f"no field of the installed vLLM; it has {', '.join(fields)}")
-        kind, allowed = _TYPES.get(fields[name], (object, ""))
-        if not isinstance(value, kind):
-            raise file.error(f"{place}.{name}", f"got {_shown(value)}; must be {allowed}")
+        _check_type(file, f"{place}.{name}", value, fields[name])
     _check_backend(file, place, config, backends)
+
+
+def check_engine_types(file: SpecFile) -> None:
+    """Raise SpecError for an engine argument of another type than the installed vLLM's, where that is a plain one."""
+    types = _fields_of("EngineArgs", "engine", "arg_utils.py") or {}
+    for name, value in file.spec.engine.items():
+        if value is not None and (name, value) != ("max_model_len", "auto"):
+            _check_type(file, f"engine.{name}", value, types.get(name, "").removesuffix(" | None"))
+
+
+def _check_type(file: SpecFile, place: str, value: object, annotation: str) -> None:
+    kind, allowed = _TYPES.get(annotation, (object, ""))
+    is_no_number = isinstance(value, bool) and annotation in ("int", "float")
+    if is_no_number or not isinstance(value, kind):
+        raise file.error(place, f"got {_shown(value)}; must be {allowed}")
 
 
 def _check_backend(file: SpecFile, place: str, config: dict[str, Any], backends: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.utils import missing
 
 from batchinf.base.errors import RowFailed, SpecError
-from batchinf.base.text import describe_error, list_names
+from batchinf.base.text import describe_error, escaped, list_names
 from batchinf.source.types import WrittenNumber
 
 # Far more than any model's context.
@@ -308,7 +308,7 @@ def _not_called(tree: nodes.Template, functions: Mapping[str, object]) -> set[st
 
 def column_call(column: str) -> str:
     """How a template names a column whose name is no Jinja2 name."""
-    return f"column({json.dumps(column, ensure_ascii=not column.isprintable())})"
+    return f"column({escaped(json.dumps(column, ensure_ascii=False))})"
 
 
 class _Aliases(jinja2.visitor.NodeTransformer):

@@ -127,9 +127,11 @@ class YamlReader:
         pattern, make = _SCALARS.get(tag, (None, str))
         if not isinstance(node, yaml.ScalarNode) or pattern is None or not pattern.match(node.value):
             raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
-        if re.search("[\ud800-\udfff]", node.value):
-            raise self._wrong(node, f"got {got(node.value)}, which holds half a character (a surrogate)")
-        return make(node.value)
+        # JSON, which is YAML too, writes an emoji as two escapes.
+        value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        if re.search("[\ud800-\udfff]", value):
+            raise self._wrong(node, f"got {got(value)}, which holds half a character (a surrogate)")
+        return make(value)
 
     def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
         self.locations[field] = self._location(name.start_mark)

@@ -115,6 +115,8 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     assert (look_at(str(repeated)).id, look_at(str(repeated)).repeated_id) == (None, "ticket repeats '3'")
     assert "  # id_column: NAME " in (text := written("label", repeated, tmp_path).read_text())
     assert "; ticket repeats '3'\n" in text
+    renamed = rows_file(tmp_path, [{"ticket\nid": row["ticket"], "said": row["said"]} for row in [*many, many[3]]])
+    assert read_spec(written("label", renamed, tmp_path)).spec.input.id_column is None
     assert look_at(str(rows_file(tmp_path, [*rows, rows[0]]))).id is None
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
 
@@ -417,7 +419,9 @@ def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
         batchinf.validate(written("label", pictures, tmp_path, model=without_template(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["a: b", "{{ x }}", 'say "hi" #1', "naïve\u202e", "yes", "\x1b[31m"])
+@pytest.mark.parametrize(
+    "name", ["a: b", "{{ x }}", 'say "hi" #1', "naïve\u202e", "yes", "\x1b[31m", "\U0001f600\u00a0mood", "two\nlines"]
+)
 def test_hostile_names_of_columns_are_quoted(name: str, tmp_path: pathlib.Path) -> None:
     data = rows_file(tmp_path, [{name: "Once upon a time", "id": n} for n in range(4)])
     for purpose in OF_TEXTS:
@@ -566,10 +570,10 @@ def test_a_csv_file_of_a_spreadsheet_in_cp1252(tmp_path: pathlib.Path) -> None:
     rows.write_bytes("id,größe\n1,Für 5 € „gut“.\n2,Schön.\n".encode("cp1252"))
     with pytest.raises(InputError, match=r"its header is not UTF-8: .*; for a new spec, `init` takes --encoding$"):
         look_at(str(rows))
-    path = written("generate", rows, tmp_path, encoding="cp1252")
+    path = written("generate", rows, tmp_path, encoding="1252")
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
     assert "Für 5 € „gut“." in str(report.rows[0].text)
-    assert "  csv: {encoding: cp1252}    # as --encoding says\n" in path.read_text()
+    assert '  csv: {encoding: "1252"}    # as --encoding says\n' in path.read_text()
     rows.write_bytes(b"id,text\n1,F\xfcr.\n2,Sch\xf6n.\n")
     with pytest.raises(UserError, match=r"no row can be read; the first: .* line 2: not UTF-8: byte 0xfc.*cp1252"):
         look_at(str(rows))

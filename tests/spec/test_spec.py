@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
 from batchinf.base.errors import SpecError, UserError
-from batchinf.engines.installed import engine_argument_names
+from batchinf.engines.installed import check_engine_types, engine_argument_names
 from batchinf.source.files import CsvDialect
 from batchinf.spec.explain import OTHER_NAMES, field_names
 from batchinf.spec.file import SpecFile, check_engine_arguments, dump_spec, read_spec
@@ -108,6 +108,7 @@ def test_only_model_input_and_output_must_be_there():
         ("no", "no"), ("off", "off"), ("yes", "yes"), ("y", "y"), ("012", "012"), ("12:30", "12:30"),
         ("1_000", "1_000"), ("0b11", "0b11"), ("2024-01-01", "2024-01-01"), ("=", "="), ("<<", "<<"), ("'5'", "5"),
         ("!!str 5", "5"), ("!!float 5", 5.0), ("1e3x", "1e3x"), ("[1, a]", [1, "a"]), ("9" * 101, "9" * 101),
+        (r'"\ud83d\ude00"', "😀"), (r'{"\ud83d\ude00": 1}', {"😀": 1}),
     ],
 )  # fmt: skip
 def test_scalars_are_read_as_in_yaml_1_2(written, value):
@@ -598,6 +599,26 @@ def test_engine_arguments():
     assert all(field in field_docs() for field in elsewhere.values())
     with pytest.raises(SpecError, match=r"say HF_TOKEN in the environment instead$"):
         check_engine_arguments(read(LEAST, "engine.hf_token=x"), None)
+
+
+@pytest.mark.skipif(engine_argument_names() is None, reason="needs vLLM, whose types are checked")
+def test_types_of_engine_arguments():
+    right = (
+        "{max_model_len: auto, enforce_eager: null, async_scheduling: false, cpu_offload_gb: 4, served_model_name: [a]}"
+    )
+    check_engine_types(read(LEAST + f"engine: {right}"))
+    for setting, told in [
+        ("enable_prefix_caching=no", "got 'no'; must be true or false"),
+        ("enforce_eager=1", "got 1; must be true or false"),
+        ("max_num_seqs='16'", "got '16'; must be a whole number"),
+        ("max_num_seqs=true", "got true; must be a whole number"),
+        ("max_model_len=512.0", "got 512.0; must be a whole number"),
+        ("cpu_offload_gb=4G", "got '4G'; must be a number"),
+        ("download_dir=5", "got 5; must be text"),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            check_engine_types(read(LEAST, f"engine.{setting}"))
+        assert str(caught.value).endswith(f": engine.{setting.partition('=')[0]}: {told}")
 
 
 # -- out again, and whatever comes in --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the columns of an input are for, by their names, types and first rows, as `batchinf init` takes them."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from batchinf.base.errors import UserError
+from batchinf.base.text import escaped
 from batchinf.commands.init.images import ImageColumns, as_list, find_images, is_named_as_picture
 from batchinf.prompts.openai.lines import most_logprobs, named_model
 from batchinf.source.files import CsvDialect, InputLocation
@@ -104,7 +106,7 @@ def look_at(path: str, encoding: str | None = None) -> InputColumns:
         settings.append("format: images    # the pictures, and not the text files beside them; for their lines: text")
     if encoding is not None:
         _check_encoding(encoding)
-        settings.append(f"csv: {{encoding: {encoding}}}    # as --encoding says")
+        settings.append(f"csv: {{encoding: {json.dumps(encoding)}}}    # as --encoding says")
     dialect = None if encoding is None else CsvDialect(encoding=encoding)
     where = InputLocation(path, csv=dialect, format=Images.name if is_captioned else None)
     with (
@@ -253,7 +255,7 @@ class _FirstRows:
         for name in like_ids:
             if len(counts[name]) >= _NEARLY * len(self.rows):
                 repeated = next(value for value, number in counts[name].items() if number > 1)
-                return None, f"{name} repeats {repeated!r}"
+                return None, f"{escaped(name)} repeats {repeated!r}"
         return None, None
 
     def labelled(self, names: Sequence[str]) -> str | None:
