@@ -71,6 +71,8 @@ class Files:
         if name == STDOUT:
             self.written.append("stdout")
             return sys.stdout.buffer
+        if os.path.isdir(name):
+            raise UserError(f"{_OPTION}: {name} is a folder; give the path of a file")
         if not self._overwrites:
             check_is_free(name)
         temporary = self._temporary(name)

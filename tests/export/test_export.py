@@ -317,6 +317,7 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
         ({"to": "openai-batch", "columns": ("id",)}, "--columns: not with openai-batch, whose lines have one form"),
         ({"to": "hf", "path": STDOUT}, "-o: got stdout, which holds one file; give a path"),
         ({"to": "jsonl", "path": STDOUT, "num_files": 2}, "-o: got stdout, which holds one file"),
+        ({"to": "jsonl", "path": "/", "overwrites": True}, "-o: / is a folder; give the path of a file"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str, batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
