@@ -182,6 +182,8 @@ def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -
     exported(sampled, tmp_path / "rows.jsonl", where=where, columns=("id",))
     expected = [{"id": f"r{number}"} for number in range(0, NUM_ROWS, 2)]
     assert lines_of(tmp_path / "rows.jsonl") == expected
+    exported(sampled, tmp_path / "twice.parquet", columns=("id", "row_index", "id"))
+    assert pq.read_schema(tmp_path / "twice.parquet").names == ["id", "row_index"]
     exported(sampled, tmp_path / "none.jsonl", where="false")
     assert (tmp_path / "none.jsonl").read_bytes() == b""
 
