@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -297,8 +298,17 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
     with pytest.raises(UserError, match=r"rows\.jsonl is there already; give another name, or --overwrite"):
         exported(batch, path)
     assert path.read_text() == "mine"
-    exported(batch, path, overwrites=True)
+    link, pipe = tmp_path / "link.jsonl", tmp_path / "pipe.jsonl"
+    link.symlink_to(path)
+    exported(batch, link, overwrites=True)
     assert len(lines_of(path)) == len(LINES)
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"pipe\.jsonl is a folder, a device or a pipe"):
+        exported(batch, pipe, overwrites=True)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    link.unlink()
+    pipe.unlink()
     # An export that fails leaves nothing.
     part = batchinf.open(batch).parts[0]
     kept = part.read_bytes()
@@ -319,7 +329,7 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
         ({"to": "openai-batch", "columns": ("id",)}, "--columns: not with openai-batch, whose lines have one form"),
         ({"to": "hf", "path": STDOUT}, "-o: got stdout, which holds one file; give a path"),
         ({"to": "jsonl", "path": STDOUT, "num_files": 2}, "-o: got stdout, which holds one file"),
-        ({"to": "jsonl", "path": "/", "overwrites": True}, "-o: / is a folder; give the path of a file"),
+        ({"to": "jsonl", "path": "/", "overwrites": True}, "-o: / is a folder, a device or a pipe; give the path of a"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str, batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
