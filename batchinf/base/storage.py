@@ -25,6 +25,7 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
+from batchinf.base.text import one_line
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -394,8 +395,8 @@ def sync_folder(path: pathlib.Path) -> None:
 
 
 def reason(error: OSError) -> str:
-    """The operating system's words for an error, without the number."""
-    return (error.strerror or str(error)).lower()
+    """The operating system's words for an error, without the number; Arrow's own in one line."""
+    return one_line(error.strerror or error).lower()
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:

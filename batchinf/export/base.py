@@ -68,7 +68,7 @@ class Format(abc.ABC):
     @classmethod
     def columns(cls, wanted: Sequence[str], results: Results) -> list[str]:
         """The columns that the format reads to write these. wanted: none are all. results: of the job."""
-        return list(wanted or results.schema.names)
+        return list(dict.fromkeys(wanted)) or results.schema.names
 
     @abc.abstractmethod
     def write(self, batch: pa.RecordBatch) -> None:

@@ -71,8 +71,13 @@ class Files:
         if name == STDOUT:
             self.written.append("stdout")
             return sys.stdout.buffer
+        if os.path.exists(name) and not os.path.isfile(name):  # a rename would put a file in the place of /dev/null
+            raise UserError(
+                f"{_OPTION}: {name} is a folder, a device or a pipe; give the path of a file, or - for stdout"
+            )
         if not self._overwrites:
             check_is_free(name)
+        name = os.path.realpath(name) if os.path.islink(name) else name
         temporary = self._temporary(name)
         stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
         self._streams.callback(stream.close)

@@ -10,7 +10,7 @@ import pytest
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD
-from batchinf.base.storage import Folder, write_named
+from batchinf.base.storage import Folder, reason, write_named
 from batchinf.manifest.state import read_jobs
 
 
@@ -104,3 +104,7 @@ def test_a_named_file_of_others_stays(tmp_path: pathlib.Path) -> None:
     write_named(empty, b"mark 1", b"mark")
     write_named(empty, b"mark 2", b"mark")
     assert empty.read_text() == "mark 2"
+
+
+def test_the_reason_of_an_error_is_one_line() -> None:
+    assert reason(OSError("Couldn't read:\n type \\u000f\n")) == "couldn't read: type \\u000f"

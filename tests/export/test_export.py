@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -182,6 +183,8 @@ def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -
     exported(sampled, tmp_path / "rows.jsonl", where=where, columns=("id",))
     expected = [{"id": f"r{number}"} for number in range(0, NUM_ROWS, 2)]
     assert lines_of(tmp_path / "rows.jsonl") == expected
+    exported(sampled, tmp_path / "twice.parquet", columns=("id", "row_index", "id"))
+    assert pq.read_schema(tmp_path / "twice.parquet").names == ["id", "row_index"]
     exported(sampled, tmp_path / "none.jsonl", where="false")
     assert (tmp_path / "none.jsonl").read_bytes() == b""
 
@@ -295,8 +298,17 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
     with pytest.raises(UserError, match=r"rows\.jsonl is there already; give another name, or --overwrite"):
         exported(batch, path)
     assert path.read_text() == "mine"
-    exported(batch, path, overwrites=True)
+    link, pipe = tmp_path / "link.jsonl", tmp_path / "pipe.jsonl"
+    link.symlink_to(path)
+    exported(batch, link, overwrites=True)
     assert len(lines_of(path)) == len(LINES)
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"pipe\.jsonl is a folder, a device or a pipe"):
+        exported(batch, pipe, overwrites=True)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    link.unlink()
+    pipe.unlink()
     # An export that fails leaves nothing.
     part = batchinf.open(batch).parts[0]
     kept = part.read_bytes()
@@ -317,6 +329,7 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
         ({"to": "openai-batch", "columns": ("id",)}, "--columns: not with openai-batch, whose lines have one form"),
         ({"to": "hf", "path": STDOUT}, "-o: got stdout, which holds one file; give a path"),
         ({"to": "jsonl", "path": STDOUT, "num_files": 2}, "-o: got stdout, which holds one file"),
+        ({"to": "jsonl", "path": "/", "overwrites": True}, "-o: / is a folder, a device or a pipe; give the path of a"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str, batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
