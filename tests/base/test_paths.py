@@ -191,3 +191,18 @@ def test_a_folder_whose_name_looks_like_a_url_is_a_folder(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("out", ["rows.csv", "rows.csv/job", "gone", "locked/job"])
+def test_validate_refuses_an_output_folder_that_run_could_not_make(
+    out: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt\nOnce\n")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")  # root may write anywhere
+    spec = jobs.spec_of(tmp_path, output={"path": str(tmp_path / out)})
+    place = tmp_path / out.partition("/")[0]
+    why = f"you may not write in {place}" if out == "locked/job" else f"{place} is no folder"
+    with pytest.raises(SpecError, match=rf"output\.path: got {tmp_path / out}, but {why}; give another path$"):
+        batchinf.validate(spec)

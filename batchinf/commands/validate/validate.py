@@ -6,6 +6,7 @@ Each check yields a finding, which is shown before a later check fails.
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -303,6 +304,15 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
+def _check_place(file: SpecFile, root: pathlib.Path) -> None:
+    """Raise SpecError if `run` could not make the output folder."""
+    place = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
+    if not place.is_dir():
+        raise file.error("output.path", f"got {root}, but {place} is no folder; give another path")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise file.error("output.path", f"got {root}, but you may not write in {place}; give another path")
+
+
 def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, *, copy_bytes: int) -> OutputFound:
     """begun: the folder with the manifest; of a job in a bucket, that of a copy."""
     folder = Folder(job.spec.output.folder)
@@ -313,6 +323,8 @@ def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, 
         output = dataclasses.replace(output, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
     if (cut := read_cut(str(begun.root))) is not None:
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
+    elif state is None and not job.spec.output.is_bucket:
+        _check_place(job.file, folder.root)
     if state is not None and state.is_done:
         return output
     warning = room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
