@@ -223,10 +223,10 @@ def _check_known(name: str) -> None:
     if known is None or name in known:
         return
     close = difflib.get_close_matches(name, {*known, *_FIELDS, "chat_template"}, n=1)
-    hint = f"; did you mean --{_flag(close[0])}?" if close else ""
+    hint = f"; did you mean --{_flag(close[0])}?" if close else "."
     raise UserError(
         f"--{_flag(name)}: not a flag of `batchinf run-batch`{hint} It takes the engine arguments of the installed "
-        "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
+        "vLLM" + ("" if close else ": see `vllm run-batch --help=all`")
     )
 
 

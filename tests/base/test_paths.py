@@ -191,3 +191,25 @@ def test_a_folder_whose_name_looks_like_a_url_is_a_folder(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("out", ["rows.csv", "rows.csv/job", "gone"])
+def test_validate_refuses_an_output_folder_that_run_could_not_make(out: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt\nOnce\n")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    spec = jobs.spec_of(tmp_path, output={"path": str(tmp_path / out)})
+    place = tmp_path / out.partition("/")[0]
+    with pytest.raises(
+        SpecError, match=rf"output\.path: got {tmp_path / out}, but {place} is no folder; give another path$"
+    ):
+        batchinf.validate(spec)
+
+
+def test_validate_warns_of_an_output_folder_in_which_the_user_may_not_write(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host it may be there: a spec is also validated where the job does not run."""
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")  # root may write anywhere
+    report = batchinf.validate(jobs.spec_of(tmp_path, output={"path": str(tmp_path / "locked" / "job")}))
+    assert f"warning: you may not write in {tmp_path / 'locked'}, so `run` on this host" in str(report)

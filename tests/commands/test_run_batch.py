@@ -108,6 +108,8 @@ def test_flags_that_are_refused(flags: str, message: str, tmp_path: pathlib.Path
 def test_a_flag_that_is_not_known(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=r"^--max-model-length: not a flag .*; did you mean --max-model-len\?"):
         batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", ["--max-model-length", "5"])
+    with pytest.raises(UserError, match=r"^--set: not a flag of `batchinf run-batch`\. It takes the engine arguments"):
+        batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", ["--set", "sampling.n=2"])
 
 
 def test_a_file_of_something_else_stays(tmp_path: pathlib.Path) -> None:

@@ -157,7 +157,7 @@ class OutputFound:
     drift: str | None = None
     """Why `run` would refuse to resume the job there."""
     room_warning: str | None = None
-    """Why the disk may be too small."""
+    """Why the disk may be too small, or that you may not write there."""
     others_note: str | None = None
     """Which other files a new job would find there."""
 

@@ -6,6 +6,7 @@ Each check yields a finding, which is shown before a later check fails.
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -303,6 +304,16 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
+def _place_warning(file: SpecFile, root: pathlib.Path) -> str | None:
+    """A warning if the user may not make the output folder on this host. Raises SpecError if nobody could."""
+    place = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
+    if not place.is_dir():
+        raise file.error("output.path", f"got {root}, but {place} is no folder; give another path")
+    if os.access(place, os.W_OK | os.X_OK):
+        return None
+    return f"warning: you may not write in {place}, so `run` on this host would be refused; give another output.path"
+
+
 def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, *, copy_bytes: int) -> OutputFound:
     """begun: the folder with the manifest; of a job in a bucket, that of a copy."""
     folder = Folder(job.spec.output.folder)
@@ -313,9 +324,11 @@ def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, 
         output = dataclasses.replace(output, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
     if (cut := read_cut(str(begun.root))) is not None:
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
+    elif state is None and not job.spec.output.is_bucket:
+        output = dataclasses.replace(output, room_warning=_place_warning(job.file, folder.root))
     if state is not None and state.is_done:
         return output
-    warning = room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
+    warning = output.room_warning or room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
     return dataclasses.replace(output, room_warning=warning)
 
 
