@@ -14,7 +14,7 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.spec.sampling import STRUCTURE_FIELDS, SamplingSpec
+from batchinf.spec.sampling import MOST_SAMPLES, STRUCTURE_FIELDS, SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
 from batchinf.tasks.registry import task_of
 
@@ -158,7 +158,8 @@ def mean_samples(job: Job) -> float:
         return of_job
     rows = job.source.read_rows(np.arange(job.rows.start, job.rows.start + num_rows), [column])
     given = [whole_number(row.values.get(column)) for row in rows]
-    return sum(number if isinstance(number, int) and number > 0 else of_job for number in given) / num_rows
+    # A row with another number becomes an error row.
+    return sum(n if isinstance(n, int) and 0 < n <= MOST_SAMPLES else of_job for n in given) / num_rows
 
 
 def _kept_bytes(job: Job) -> int:

@@ -20,6 +20,7 @@ PER_ROW_FIELDS = (
 MAPPINGS = ("logit_bias", "repetition_detection")
 # vLLM's V2 runner holds no more for a request. One with more would end its engine.
 _MOST_TOKENS = 1024
+MOST_SAMPLES = 16_384  # of a row
 STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 CHOICE_COLUMN = "structured_outputs.choice"
 # Kinds of structures that rows may have for themselves, by the names that `columns` has for them.
@@ -106,7 +107,7 @@ def _some_allowed(token_ids: tuple[int, ...] | None) -> Any:
 class SamplingSpec(Section):
     """vLLM's sampling parameters under vLLM's names. Unset fields come from the model's generation_config."""
 
-    n: Annotated[int, Field(ge=1, le=16_384), IDENTITY] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES), IDENTITY] = 1
     """Samples for each row. Each sample is an output row with its own `sample_index` and seed."""
     temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
     """Sampling temperature; 0 is greedy."""

@@ -381,6 +381,9 @@ class Changes:
             same = common_lengths(a, b) + (name == "token_ids" and bool(self.wide))
             common = np.where(has_several, same, np.iinfo(np.int64).max)
             most = common if most is None else np.minimum(most, common)
+        if most is None and "text" in self.columns:
+            # Without their tokens, it is not known where two texts part.
+            most = np.where(equal(*_pair(rows, "text")), np.iinfo(np.int64).max, 0)
         return most
 
     def _are_same_images(self, rows: pa.RecordBatch) -> BoolArray:

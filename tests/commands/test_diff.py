@@ -142,6 +142,26 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     assert set(table["logprobs_max_abs_delta"].drop_null().to_pylist()) == {0.25}
 
 
+def test_logprobs_of_other_texts_without_token_ids(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "c")
+    others: list[int] = []
+
+    def change(table: pa.Table) -> pa.Table:
+        """The first text of each part is another one. All logprobs are higher."""
+        texts, logprobs = table["text"].to_pylist(), table["logprobs"].to_pylist()
+        others.append(len(logprobs[0]))
+        values = [[value + 0.25 for value in row] for row in logprobs]
+        for name, column in (("text", ["another", *texts[1:]]), ("logprobs", values)):
+            table = table.set_column(table.schema.get_field_index(name), name, pa.array(column, table[name].type))
+        return table.drop_columns("token_ids")
+
+    num = sum(map(len, jobs.table_of(tmp_path / "c" / "out")["logprobs"].to_pylist()))
+    rewrite(tmp_path / "c" / "out", change)
+    counted = f"of {num - sum(others):,} numbers, without {sum(others)} after the first other token or position"
+    [line] = [line for line in said(folder / "a", tmp_path / "c") if line.startswith("logprobs: ")]
+    assert line.startswith(f"logprobs: 120 rows differ; {counted}, B - A is +2.50e-01 on average")
+
+
 def test_an_error_of_one_job_that_keeps_its_output(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copytree(folder / "a", tmp_path / "c")
 

@@ -202,6 +202,14 @@ def test_plan_and_validate_count_the_samples_of_each_row(tmp_path: pathlib.Path)
     assert shown.returncode == 0, shown.stderr
 
 
+def test_a_wrong_number_of_samples_does_not_count_for_the_size_of_the_output(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": f"row-{n}", "prompt": f"Say {n}.", "samples": 10**9 if n == 3 else 1} for n in range(NUM_ROWS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = jobs.run("run", spec_of(tmp_path), "--set", "output.max_output_bytes=1000000")
+    assert done.returncode == 0, done.stderr
+    assert "× invalid_sampling: sampling.n (column 'samples'): got 1000000000" in done.stdout
+
+
 def test_what_a_column_of_samples_cannot_be(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rows.jsonl"
     wrong = [0, 2.5, 20_000, 1, 2.0]
