@@ -405,3 +405,15 @@ def test_the_shell_completes_commands_and_options() -> None:
 
     assert completed("val") == ["validate"]
     assert {"--retry", "--fresh"} <= {*completed("run", "--")}
+
+
+@pytest.mark.parametrize("command", ["run SPEC", "head OUT", "head OUT --row 0", "export OUT -o - --to csv", "schema"])
+def test_a_reader_that_is_gone_does_not_change_the_exit_code(
+    command: str, done: tuple[pathlib.Path, pathlib.Path, str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = command.replace("SPEC", str(done[0])).replace("OUT", str(done[1])).split()
+    ended = subprocess.run([sys.executable, "-m", "batchinf", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, "Traceback" in ended.stderr, "rror" in ended.stderr) == (0, False, False)

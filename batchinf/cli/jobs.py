@@ -23,7 +23,7 @@ from batchinf.cli.arguments import (
     new_spec_file,
     path_option,
 )
-from batchinf.cli.program import app, errors_as, print_lines, print_report
+from batchinf.cli.program import app, errors_as, print_json, print_lines, print_report
 
 
 @app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
@@ -317,4 +317,4 @@ def _schema() -> None:
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.reference import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    print_json([json.dumps(json_schema(), indent=2)])

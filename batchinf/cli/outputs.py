@@ -21,7 +21,7 @@ from batchinf.cli.arguments import (
     path_option,
     spec_in,
 )
-from batchinf.cli.program import app, print_json, print_report
+from batchinf.cli.program import app, print_json, print_report, to_reader
 
 
 @app.command("status", epilog="Example: batchinf status out/job")
@@ -83,8 +83,9 @@ def _head(
         from batchinf.commands.screen import console
 
         screen = console()
-        for item in head_table(found, wanted, screen.width):
-            screen.print(item)
+        with to_reader():
+            for item in head_table(found, wanted, screen.width):
+                screen.print(item)
 
 
 def _show_whole(out: str, row: str, as_json: bool) -> None:
@@ -96,8 +97,9 @@ def _show_whole(out: str, row: str, as_json: bool) -> None:
         print_report(whole, (), as_json)
         return
     screen = console()
-    for item in row_items(whole):
-        screen.print(item)
+    with to_reader():
+        for item in row_items(whole):
+            screen.print(item)
 
 
 @app.command("export", epilog="Example: batchinf export out/job -o rows.jsonl --columns id,text")
@@ -140,10 +142,11 @@ def _export(
         where=where,
         overwrites=overwrites,
     )
-    exported = export_job(out, request)
     if path == STDOUT:
-        print(plain("\n".join(exported.lines())), file=sys.stderr)
+        with to_reader():
+            print(plain("\n".join(export_job(out, request).lines())), file=sys.stderr)
     else:
+        exported = export_job(out, request)
         print_report(exported, exported.lines(), as_json)
 
 
@@ -160,7 +163,8 @@ def _report(
     from batchinf.report.page import report_page, write_report
 
     if file == "-":
-        sys.stdout.buffer.write(report_page(out, price).encode())
+        with to_reader():
+            sys.stdout.buffer.write(report_page(out, price).encode())
     else:
         print(plain(str(write_report(out, file, price))))
 

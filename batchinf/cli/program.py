@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 import traceback
 import warnings
@@ -99,10 +100,22 @@ def print_report(report: object, lines: Iterable[str], as_json: bool) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(wrapped(plain(line), sys.stdout))
+    for line in lines:  # which may be made by checks: these go on, and their exit code counts
+        with to_reader():
+            print(wrapped(plain(line), sys.stdout))
 
 
 def print_json(lines: Iterable[str]) -> None:
     for line in lines:
-        print(plain(line))
+        with to_reader():
+            print(plain(line))
+
+
+@contextlib.contextmanager
+def to_reader() -> Iterator[None]:
+    """End the block, but not the command, when the reader of stdout, such as `head`, wants no more."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,10 +11,15 @@ from batchinf.base.text import nested_text, plain_line, value_text
 _PIPE_COLUMNS = 160
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process with exit code 1
+
+
 def console() -> Console:
     """Standard output. A pipe has 160 columns, unless COLUMNS says otherwise."""
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(highlight=False, markup=False, emoji=False, width=_PIPE_COLUMNS if is_piped else None)
+    return _Screen(highlight=False, markup=False, emoji=False, width=_PIPE_COLUMNS if is_piped else None)
 
 
 def cell(value: object, style: str = "") -> Text:

@@ -21,13 +21,13 @@ _PAUSE = 4.0
 
 
 def watch(out: str, *, price: float | None = None, as_json: bool) -> StatusReport:
-    """Show a job until no process runs it or Ctrl-C is pressed, and return its last state.
+    """Show a job until no process runs it, Ctrl-C is pressed or the reader of stdout goes. Returns its last state.
 
     price: see `job_status`. Without a terminal: a line of progress every 10 s. as_json: print one object a
     second. Raises OutputError without a job.
     """
     report = job_status(out, price)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), contextlib.ExitStack() as stack:
         every_s = _EVERY_S
         show: Callable[[StatusReport], None] = _print_json
         if not as_json and sys.stdout.isatty():

@@ -110,12 +110,7 @@ _STRUCTURES_CONFIG = "structured_outputs_config"
 _BACKENDS_OF = {"disable_any_whitespace": ("xgrammar", "guidance"), "disable_additional_properties": ("guidance",)}
 # Types in vLLM's source that are checked: the value's type, and its name in a spec. vLLM would also take numbers and
 # texts such as "yes" for true or false; a spec does not.
-_TYPES: dict[str, tuple[Any, str]] = {
-    "bool": (bool, "true or false"),
-    "str": (str, "text"),
-    "int": (int, "a whole number"),
-    "float": (int | float, "a number"),
-}
+_TYPES = {"bool": (bool, "true or false"), "str": (str, "text"), "int": (int, "a whole number")}
 
 
 @functools.cache
@@ -159,8 +154,7 @@ def check_engine_types(file: SpecFile) -> None:
 
 def _check_type(file: SpecFile, place: str, value: object, annotation: str) -> None:
     kind, allowed = _TYPES.get(annotation, (object, ""))
-    is_no_number = isinstance(value, bool) and annotation in ("int", "float")
-    if is_no_number or not isinstance(value, kind):
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise file.error(place, f"got {_shown(value)}; must be {allowed}")
 
 

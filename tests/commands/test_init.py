@@ -91,13 +91,15 @@ def test_vllm_compiles_the_labels(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("purpose", OF_TEXTS)
-def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path) -> None:
+def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = without_template(tmp_path)
     assert has_chat_template(str(jobs.MODEL)) is True
     assert has_chat_template(str(model)) is False
     assert has_chat_template("nobody/nothing-of-this-name") is None
     with pytest.raises(ModelError, match="--model: got empty text"):
         has_chat_template("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert has_chat_template("~/model") is False  # `--model=~/model`: the shell leaves it so, and the spec expands it
     path = written(purpose, jobs.PROMPTS, tmp_path, model=model)
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
     assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []

@@ -40,6 +40,17 @@ def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]
     assert "12 \\u001b]0;title\\u0007" in capsys.readouterr().out
 
 
+def test_the_view_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_work: Any = SimpleNamespace(jobs=(SimpleNamespace(process="of another command"),))
+
+    def print_to_nobody(report: StatusReport) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("batchinf.commands.watch.job_status", lambda out, price: at_work)
+    monkeypatch.setattr("batchinf.commands.watch._print_json", print_to_nobody)
+    assert watch("out", as_json=True) is at_work
+
+
 def test_a_slice_that_reads_its_input_is_watched(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path)
     write_cut(out, Cut(2, 10))
