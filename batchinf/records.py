@@ -210,7 +210,7 @@ class Completion:
     token_ids: IntArray
     """[num_output_tokens]."""
     finish_reason: str
-    """`stop`, `length` or `repetition`; `error` if the engine cannot compile the request's structure, with its words as
+    """`stop`, `length` or `repetition`; `error` if the engine cannot follow the request's structure, with its words as
     `stop_reason`."""
     stop_reason: int | str | None = None
     """The stop string or token id that ended it; None for the end-of-sequence token."""

@@ -106,7 +106,8 @@ class Answers:
     def _read(self, result: Result, completion: Completion, whole: str) -> Result:
         structure = completion.request.sampling.structured_outputs
         if completion.finish_reason == "error":
-            return replace(result, error=RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
+            error = RowError("refused", f"vLLM ended the request: {completion.stop_reason}")
+            return replace(result, text=whole or None, error=error)
         if self._has_tools(completion):
             return self._read_calls(result, completion, whole)
         if self._reasoner is None and structure is None:

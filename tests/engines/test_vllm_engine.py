@@ -328,7 +328,8 @@ def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
 
     monkeypatch.setattr(XgrammarBackend, "compile_grammar", fail)
     samplings = [
-        SamplingSpec(temperature=0, structured_outputs={"regex": regex}) for regex in ("a{3}", "never", "b{3}")
+        SamplingSpec(temperature=0, structured_outputs={"regex": regex}, logprobs=1, prompt_logprobs=0)
+        for regex in ("a{3}", "never", "b{3}")
     ]
     given = [Request(row, 0, reference.prompts[row], each, max_tokens=9) for row, each in enumerate(samplings)]
     completions = run(engine, given)
@@ -340,6 +341,27 @@ def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
     assert answers[1].error == RowError(
         "refused", "vLLM ended the request: it could not compile the structure; the replica's log says why"
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"allowed_token_ids": [70]}, "aaa"), ({"allowed_token_ids": [300]}, None), ({"bad_words": "a"}, None)],
+)
+def test_a_structure_without_a_token_that_other_fields_allow_costs_one_row(
+    engine: VllmEngine, reference: Reference, fields: dict[str, Any], text: str | None
+) -> None:
+    """vLLM draws any token, which the grammar rejects, and ends that request with `error`. The others run on."""
+    sampling = SamplingSpec(temperature=0, structured_outputs={"regex": "a{3}"}, logprobs=1, prompt_logprobs=0)
+    samplings = [sampling, sampling.model_copy(update=fields), sampling]
+    given = [Request(row, 0, reference.prompts[row], each, max_tokens=9) for row, each in enumerate(samplings)]
+    completions = run(engine, given)
+    assert [completion.finish_reason for completion in completions] == ["stop", "error", "stop"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(list(map(jobs.unread, completions)))
+    assert [answer.text for answer in answers] == ["aaa", text, "aaa"]
+    assert answers[1].error is not None
+    assert "its structure does not allow the last token" in answers[1].error.error_message
 
 
 def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -> None:

@@ -74,6 +74,11 @@ _NO_RAW = (
 _NO_THINKING = (
     "thinking_token_budget needs model.reasoning_parser, or engine.reasoning_config, with the marks of the reasoning"
 )
+_NOT_COMPILED = "it could not compile the structure; the replica's log says why"
+_TOKEN_REJECTED = (
+    "its structure does not allow the last token. If allowed_token_ids or bad_words forbid each token that the "
+    "structure allows, or its end, change them; a structure cannot have the text of a special token"
+)
 _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is not a ValueError
 _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
@@ -404,6 +409,8 @@ class VllmEngine:
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]
         sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
+        if not answer.token_ids:  # see `_cannot_run`
+            return Completion(request, np.zeros(0, np.int32), answer.finish_reason, answer.stop_reason)
         if request.rows is not None:
             values = request.rows.own_columns(vocabulary_rows(request.rows, answer.logprobs, output.prompt_logprobs))
             token_ids = np.array(answer.token_ids, np.int32)
@@ -429,14 +436,14 @@ class VllmEngine:
         return reason in FINISHED
 
     def _cannot_run(self, output: Any) -> bool:
-        """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
+        """Whether a request ended with `error` because of its structure: it would do so again."""
         request = self._live.get(output.request_id)
         if request is None or request.sampling.structured_outputs is None:
             return False
         answer = output.outputs[0]
-        if answer.finish_reason != "error" or len(answer.token_ids):
+        if answer.finish_reason != "error":
             return False
-        answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
+        answer.stop_reason = self._request_error or (_TOKEN_REJECTED if answer.token_ids else _NOT_COMPILED)
         self._request_error = ""
         return True
 
