@@ -361,7 +361,7 @@ def test_a_structure_without_a_token_that_other_fields_allow_costs_one_row(
     answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(list(map(jobs.unread, completions)))
     assert [answer.text for answer in answers] == ["aaa", text, "aaa"]
     assert answers[1].error is not None
-    assert "no token was left" in answers[1].error.error_message
+    assert "its structure does not allow the last token" in answers[1].error.error_message
 
 
 def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -> None:

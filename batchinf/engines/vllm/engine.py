@@ -75,9 +75,9 @@ _NO_THINKING = (
     "thinking_token_budget needs model.reasoning_parser, or engine.reasoning_config, with the marks of the reasoning"
 )
 _NOT_COMPILED = "it could not compile the structure; the replica's log says why"
-_NO_TOKEN = (
-    "no token was left that both the structure and the other fields of sampling allow, such as min_tokens, "
-    "allowed_token_ids and bad_words: change one of them"
+_TOKEN_REJECTED = (
+    "its structure does not allow the last token. If allowed_token_ids or bad_words forbid each token that the "
+    "structure allows, or its end, change them; a structure cannot have the text of a special token"
 )
 _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is not a ValueError
 _WARM_UP_REQUESTS = 8
@@ -443,7 +443,7 @@ class VllmEngine:
         answer = output.outputs[0]
         if answer.finish_reason != "error":
             return False
-        answer.stop_reason = self._request_error or (_NO_TOKEN if answer.token_ids else _NOT_COMPILED)
+        answer.stop_reason = self._request_error or (_TOKEN_REJECTED if answer.token_ids else _NOT_COMPILED)
         self._request_error = ""
         return True
 
