@@ -386,8 +386,8 @@ WRONG = [
           "job.yaml:10:3: engine.tensor_parallel_size: say parallel.tensor_parallel_size instead"),
     # The input
     Wrong("no such file", {"input": {"path": "row.jsonl"}},
-          "job.yaml:3:3: input.path: row.jsonl does not exist; give a file, a glob, a folder, or a Hugging Face "
-          "dataset's id; did you mean rows.jsonl?"),
+          "job.yaml:3:3: input.path: row.jsonl does not exist in the working folder; give a file, a glob, a folder, "
+          "or a Hugging Face dataset's id; did you mean rows.jsonl?"),
     Wrong("a device", {"input": {"path": "/dev/stdin"}},
           "/dev/stdin is a pipe or a device; a job reads its input more than once, so write the rows to a file"),
     Wrong("UTF-16", {"input": {"path": "wide.jsonl"}}, "wide.jsonl is UTF-16; save it as UTF-8",

@@ -76,7 +76,8 @@ def find_files(input: InputLocation, left_out: LeftOut | None = None) -> tuple[F
         names = _by_glob(input, path, root, {} if left_out is None else left_out)
     else:
         raise NoInputError(
-            f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"
+            f"{input.path} does not exist{'' if os.path.isabs(path) else ' in the working folder'}; give a file, "
+            "a glob, a folder, or a Hugging Face dataset's id"
             f"{' with input.format: hf' if looks_like_id(path) and format_by_ending(path) is None else ''}"
             f"{near_path(path)}"
         )
