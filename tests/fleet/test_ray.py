@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -238,8 +239,11 @@ def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pa
     marker, out = tmp_path / "held", tmp_path / "out"
     spec = spec_of(tmp_path, two_nodes, input={"limit": 40}, max_error_rate=0.1, output={"rows_per_shard": 10})
     process = start(spec, f"engine.prompt.20:*=hold {marker}")
+    # It is read meanwhile: Ray prints 10 KB for each lost node, and six of them fill a pipe.
+    pool = ThreadPoolExecutor()
+    finished = pool.submit(finish, process)
     num_lost = 0
-    while process.poll() is None:
+    while not finished.done():
         if marker.exists() and (text := marker.read_text()):
             # The coordinator has to hear which rows are in the engine: at first once a second.
             time.sleep(1.5)
@@ -254,7 +258,7 @@ def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pa
             two_nodes.restore(2)
             num_lost += 1
         time.sleep(0.05)
-    errors = finish(process)
+    errors = finished.result()
     assert [row["row_index"] for row in jobs.rows_of(out) if row["error_type"]] == [20]
     assert 3 <= num_lost <= 6
     lines = map(json.loads, (out / "manifest" / "000001.jsonl").read_text().splitlines())
