@@ -417,3 +417,13 @@ def test_a_reader_that_is_gone_does_not_change_the_exit_code(
     ended = subprocess.run([sys.executable, "-m", "batchinf", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, "Traceback" in ended.stderr, "rror" in ended.stderr) == (0, False, False)
+
+
+def test_lines_are_made_to_their_end_without_a_reader() -> None:
+    """A check that makes them may fail after the reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys\nfrom batchinf.cli.program import print_lines\n"
+    code += "def lines():\n    yield 'a'\n    yield 'b'\n    sys.exit(2)\nprint_lines(lines())"
+    assert subprocess.run([sys.executable, "-c", code], stdout=writer).returncode == 2
+    os.close(writer)

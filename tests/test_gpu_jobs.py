@@ -41,7 +41,7 @@ def test_validate_has_no_warning(name: str, tmp_path: pathlib.Path) -> None:
     report = batchinf.validate(GPU / name, overrides=overrides_of(name, tmp_path))
     assert not [remark.text for remark in report.remarks if remark.text.startswith("warning")]
     assert not report.prompt_lengths.errors
-    assert report.output.room_warning is None
+    assert report.output.warning is None
 
 
 @pytest.mark.slow

@@ -30,9 +30,8 @@ _ROWS_AT_ONCE = 256
 # Of rows with images, whose files may be in the rows.
 _IMAGE_ROWS_AT_ONCE = 16
 _BYTES_A_TOKEN = 36
-# Rows tokenised at once: enough for a tokenizer's threads, and an engine that has just started waits only for so many.
-# Of their requests, so many or a few more are put at once, so that the engine's thread wakes once for them; fewer if
-# they have images.
+# Rows tokenised at once: enough for a tokenizer's threads. An engine that has just started waits for them. As many
+# requests, or a few more, are put at once, so that the engine's thread wakes once for them; fewer if they have images.
 _PUT_ITEMS = 64
 _PUT_BYTES = 8 << 20
 # A result that is an error, with its message.
@@ -197,8 +196,6 @@ class Feeder(threading.Thread):
         read = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
         rows = [row for row in read if not opened.is_finished(row.row_index)]
         for first in range(0, len(rows), _PUT_ITEMS):
-            if self._is_stopping:
-                return
             prompts = builder.build(rows[first : first + _PUT_ITEMS], self.max_model_len)
             if self.images is not None:
                 self.images.expect(prompts)

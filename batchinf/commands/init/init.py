@@ -105,9 +105,10 @@ def has_chat_template(model: str) -> bool | None:
     """
     if not model:
         raise ModelError("--model: got empty text; give a Hugging Face id or a folder")
-    check_name("--model", os.path.expanduser(model))  # no shell expands the ~ of `--model=~/models/small`
+    model = os.path.expanduser(model)  # no shell expands the ~ of `--model=~/models/small`
+    check_name("--model", model)
     try:
-        return resolve(ModelSpec(name=os.path.expanduser(model))).has_chat_template
+        return resolve(ModelSpec(name=model)).has_chat_template
     except ModelError:
         return None
 

@@ -156,8 +156,8 @@ class OutputFound:
     """Committed parts."""
     drift: str | None = None
     """Why `run` would refuse to resume the job there."""
-    room_warning: str | None = None
-    """Why the disk may be too small, or that you may not write there."""
+    warning: str | None = None
+    """Why the disk may be too small, or where the user may not write."""
     others_note: str | None = None
     """Which other files a new job would find there."""
 
@@ -174,8 +174,8 @@ class OutputFound:
             yield self.others_note
         if self.drift is not None:
             yield f"warning: {self.drift}"
-        if self.room_warning is not None:
-            yield self.room_warning
+        if self.warning is not None:
+            yield self.warning
 
 
 ValidateFinding = (

@@ -305,7 +305,7 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
 
 
 def _place_warning(file: SpecFile, root: pathlib.Path) -> str | None:
-    """A warning if the user may not make the output folder on this host. Raises SpecError if nobody could."""
+    """A warning that the user may not write there, or None. Raises SpecError if a file is in the way."""
     place = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not place.is_dir():
         raise file.error("output.path", f"got {root}, but {place} is no folder; give another path")
@@ -325,11 +325,11 @@ def _output(job: Job, state: State | None, num_rows: int | None, begun: Folder, 
     if (cut := read_cut(str(begun.root))) is not None:
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
     elif state is None and not job.spec.output.is_bucket:
-        output = dataclasses.replace(output, room_warning=_place_warning(job.file, folder.root))
+        output = dataclasses.replace(output, warning=_place_warning(job.file, folder.root))
     if state is not None and state.is_done:
         return output
-    warning = output.room_warning or room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
-    return dataclasses.replace(output, room_warning=warning)
+    warning = output.warning or room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
+    return dataclasses.replace(output, warning=warning)
 
 
 def _drift(job: Job, state: State) -> str | None:

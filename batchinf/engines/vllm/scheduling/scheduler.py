@@ -338,7 +338,8 @@ class HoldingMixin:
         with a structured output among the latter, whether a step in flight makes a token of the request.
         """
         manager, most_tokens = self.kv_cache_manager, self.max_model_len
-        every, leaving = changes.every, changes.leaving
+        every = changes.every
+        leaving = changes.leaving
         only_group = changes.only_group
         takes_all, before = not self.use_v2_model_runner, self.prev_step_scheduled_req_ids
         num_placeholders, is_caching = int(isinstance(self, AsyncScheduler)), manager.enable_caching
